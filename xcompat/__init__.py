@@ -25,7 +25,7 @@ __version__ = "0.1.0"
 _PACKAGES = ("xcompat.methods", "xcompat.models")
 
 
-def __getattr__(name: str) -> Any:  # noqa: ANN401 - a configuration or model class, or fit_map
+def __getattr__(name: str) -> object:
     if name == "fit_map":
         return importlib.import_module("xcompat.mapping").fit_map
     if not name.startswith("_") and name.endswith(("Config", "Model")):
@@ -59,7 +59,7 @@ def _register(module: Any) -> None:  # noqa: ANN401 - a module
         importlib.import_module("xcompat.methods")
 
 
-def _register_pipeline(_: Any) -> None:  # noqa: ANN401 - a module
+def _register_pipeline(_: object) -> None:
     importlib.import_module("xcompat.retrieval.pipeline")  # registers itself at import
 
 

@@ -100,7 +100,7 @@ def _check_own_config(folder: Path) -> None:
         check_config_files(folder)
 
 
-def _is_compatible(name: str, given: Mapping[str, Any]) -> bool:
+def _is_compatible(name: str, given: Mapping[str, object]) -> bool:
     where = {key: given[key] for key in ("revision", "token", "cache_dir", "local_files_only") if key in given}
     try:
         return str(PreTrainedConfig.get_config_dict(name, **where)[0].get("model_type", "")).startswith(_PREFIX)

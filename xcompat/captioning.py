@@ -102,7 +102,7 @@ class Captioner:
         texts = self.tokenizer.batch_decode(tokens_BT[:, self._count_prompt_tokens(tokens_BT, asked) :], skip_special_tokens=True)
         return [" ".join(text.split()) for text in texts]
 
-    def _model_inputs(self, images: list[Image]) -> dict[str, Any]:
+    def _model_inputs(self, images: list[Image]) -> dict[str, object]:
         if self.chat_template:
             text = {"type": "text", "text": self.prompt}
             chats = [[{"role": "user", "content": [{"type": "image", "image": image}, text]}] for image in images]
@@ -198,7 +198,7 @@ def _require_free(out: Path, overwrite: bool) -> None:
         raise XcompatError(f"{out} exists; choose another file, or replace it with --overwrite")
 
 
-def _plan(source: PairSource, images: datasets.Dataset, captioner: Captioner) -> dict[str, Any]:
+def _plan(source: PairSource, images: datasets.Dataset, captioner: Captioner) -> dict[str, object]:
     ids = hashlib.sha256("\n".join(images[ID][:]).encode()).hexdigest()
     asked = {"captioner": captioner.digest, "max_tokens": captioner.max_tokens, "prompt": captioner.prompt}
     return {"images": source.path, "ids": ids, **asked}
@@ -231,7 +231,7 @@ def _lines(images: datasets.Dataset, start: int, captioner: Captioner, batch_siz
             yield _line({ID: name, CAPTION: next(captions) if image is not None else None})
 
 
-def _line(row: dict[str, Any]) -> str:
+def _line(row: dict[str, object]) -> str:
     return json.dumps(row, ensure_ascii=False) + "\n"
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -418,7 +418,7 @@ def doctor(
         raise typer.Exit(1)
 
 
-def _check_canary(gallery: str, model: str) -> dict[str, Any]:
+def _check_canary(gallery: str, model: str) -> dict[str, object]:
     from xcompat.retrieval import commands
 
     return commands.check_canary(_open(Path(gallery)), _load(model))
@@ -426,7 +426,7 @@ def _check_canary(gallery: str, model: str) -> dict[str, Any]:
 
 def _examine_store(
     gallery: str, model: str, field: str | None, image_folder: str | None, sample: int, is_recorded: bool
-) -> dict[str, Any]:
+) -> dict[str, object]:
     from xcompat.retrieval import argument_checks
     from xcompat.stores import require_kind
 
@@ -443,7 +443,7 @@ def _examine_store(
     return commands.doctor(gallery, _load(model), held, sample)
 
 
-def _examine_gallery(gallery: str, model: str, images: str, texts: dict[str, Any], sample: int) -> dict[str, Any]:
+def _examine_gallery(gallery: str, model: str, images: str, texts: dict[str, object], sample: int) -> dict[str, object]:
     from xcompat.retrieval import argument_checks, commands
 
     opened = _open(Path(gallery))
@@ -495,7 +495,7 @@ def compact(gallery: Folder) -> None:
     commands.compact(_open(gallery))
 
 
-def _set_options(**options: Any) -> dict[str, Any]:  # noqa: ANN401 - values of options
+def _set_options(**options: object) -> dict[str, object]:
     return {name: value for name, value in options.items() if value not in (None, [])}
 
 
@@ -507,7 +507,7 @@ def _kept_columns(metadata: list[str] | None, no_metadata: bool) -> bool | list[
 
 
 def _originals(
-    source: Path, texts: dict[str, Any], max_bad_share: float | None = None, metadata: bool | list[str] = True
+    source: Path, texts: dict[str, object], max_bad_share: float | None = None, metadata: bool | list[str] = True
 ) -> Originals:
     from xcompat.retrieval.originals import load_originals
 

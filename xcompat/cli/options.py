@@ -154,7 +154,7 @@ ManyQueries = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Print JSON to stdout, and messages to stderr.")]
 
 
-def print_json(values: dict[str, Any], is_json: bool) -> None:
+def print_json(values: dict[str, object], is_json: bool) -> None:
     """Print a line of JSON, if it was requested."""
     if is_json:
         sys.stdout.write(dump_json(values) + "\n")

@@ -124,7 +124,7 @@ def forget_pages(array: object) -> None:
         mapped.madvise(mmap.MADV_DONTNEED)
 
 
-def row_lengths(rows_ND: NDArray[Any]) -> NDArray[np.float64]:
+def row_lengths(rows_ND: NDArray[np.number]) -> NDArray[np.float64]:
     """Return the Euclidean length of each row. Squares neither overflow nor vanish, for any dtype.
 
     Example:
@@ -136,7 +136,7 @@ def row_lengths(rows_ND: NDArray[Any]) -> NDArray[np.float64]:
     return np.sqrt(np.einsum("nd,nd->n", scaled_ND, scaled_ND)) * peak_N1[:, 0]
 
 
-def normalise_rows(rows_ND: NDArray[Any]) -> NDArray[np.float32]:
+def normalise_rows(rows_ND: NDArray[np.number]) -> NDArray[np.float32]:
     """Return rows divided by their length in float64. Zero rows stay as they are, and rows with NaN become NaN.
 
     Example:
@@ -150,7 +150,7 @@ def normalise_rows(rows_ND: NDArray[Any]) -> NDArray[np.float32]:
         return (scaled_ND / np.where(length_N1 == 0, 1, length_N1)).astype(np.float32)
 
 
-def _wide_rows(rows_ND: NDArray[Any]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+def _wide_rows(rows_ND: NDArray[np.number]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return rows in float64, and their largest absolute numbers (N, 1) as divisors."""
     wide_ND = np.asarray(rows_ND, np.float64)
     peak_N1 = np.abs(wide_ND).max(axis=1, initial=0, keepdims=True)

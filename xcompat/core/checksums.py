@@ -187,7 +187,7 @@ def json_checksum(fields: dict[str, Any]) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps(rest, sort_keys=True).encode())
 
 
-def json_digest(value: Any) -> str:  # noqa: ANN401 - any JSON value
+def json_digest(value: object) -> str:
     """Return the SHA-256 of a JSON value, independent of key order: 64 hexadecimal digits."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 

@@ -126,7 +126,7 @@ def _gather_function() -> Any:  # noqa: ANN401 - an autograd function, made late
             return gathered
 
         @staticmethod
-        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # noqa: ANN401
+        def backward(ctx: object, gradient: torch.Tensor) -> torch.Tensor:
             mine = gradient.new_empty(len(gradient) // dist.get_world_size(), *gradient.shape[1:])
             dist.reduce_scatter_tensor(mine, gradient.contiguous())
             return mine

@@ -7,7 +7,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from decimal import Decimal
-from typing import Any
 from uuid import UUID
 
 import numpy as np
@@ -15,7 +14,7 @@ import numpy as np
 from xcompat.core.progress import notice_once
 from xcompat.core.surrogates import replace_surrogates
 
-EMPTY: tuple[Any, ...] = (None, "", [], {})
+EMPTY: tuple[object, ...] = (None, "", [], {})
 _AS_ISO = (datetime.datetime, datetime.date, datetime.time)
 _AS_TEXT = (Decimal, UUID, datetime.timedelta)
 
@@ -36,7 +35,7 @@ class JsonColumns:
     as_text: dict[str, str] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
 
-    def convert(self, row: Mapping[str, Any], keep_empty: bool = False) -> dict[str, Any]:
+    def convert(self, row: Mapping[str, object], keep_empty: bool = False) -> dict[str, object]:
         """Return a row's values as JSON, without empty values unless ``keep_empty``.
 
         Timestamps, dates, times, decimals, UUIDs and infinities become text. Bytes and other objects are dropped.
@@ -69,7 +68,7 @@ class JsonColumns:
         for name, kind in self.left_out.items():
             notice_once(f"metadata: {name} drops values of type {kind}")
 
-    def _json(self, column: str, value: Any) -> Any:  # noqa: ANN401 - any cell
+    def _json(self, column: str, value: object) -> object:
         if isinstance(value, np.generic | np.ndarray):
             value = value.tolist()
         if isinstance(value, Mapping):
@@ -78,7 +77,7 @@ class JsonColumns:
             return [self._json(column, each) for each in value]
         return self._single(column, value)
 
-    def _single(self, column: str, value: Any) -> Any:  # noqa: ANN401 - any cell
+    def _single(self, column: str, value: object) -> object:
         if isinstance(value, str):
             return replace_surrogates(value)
         if isinstance(value, float):
@@ -101,5 +100,5 @@ class JsonColumns:
         return text
 
 
-def _is_empty(value: Any) -> bool:  # noqa: ANN401 - any JSON value
+def _is_empty(value: object) -> bool:
     return any(value is each or (type(value) is type(each) and value == each) for each in EMPTY)

@@ -9,14 +9,13 @@ import subprocess
 import sys
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from xcompat.core.errors import without_secrets
 
 LIBRARIES = ("xcompat", "transformers", "peft", "accelerate", "datasets", "open_clip_torch", "numpy")
 
 
-def provenance() -> dict[str, Any]:
+def provenance() -> dict[str, object]:
     """Describe this run for its folder and report.
 
     Returns:

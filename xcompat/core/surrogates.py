@@ -62,7 +62,7 @@ class Surrogates:
             notice(f"{rows} half a character (a lone surrogate), replaced by {REPLACEMENT}; the first is {self.first}")
 
 
-def _has_surrogates(value: Any) -> bool:  # noqa: ANN401 - any JSON value
+def _has_surrogates(value: object) -> bool:
     if isinstance(value, str):
         return not value.isascii() and _SURROGATE.search(value) is not None
     if isinstance(value, dict):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from xcompat.core.distributed import gather_objects
 from xcompat.core.errors import XcompatError
@@ -52,7 +51,7 @@ class Problems:
                 "or raise max_bad_share"
             )
 
-    def add_bad_sample(self, sample: dict[str, Any], reason: str) -> None:
+    def add_bad_sample(self, sample: dict[str, object], reason: str) -> None:
         """Record an unusable sample."""
         self.n_bad += 1
         self.members.update(key for key in sample if not key.startswith("__"))

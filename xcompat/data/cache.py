@@ -39,7 +39,7 @@ def file_stamps(paths: Iterable[str | Path]) -> list[list[Any]]:
     Returns:
         ``[path, bytes, nanoseconds]`` for each.
     """
-    stamps: list[list[Any]] = []
+    stamps: list[list[object]] = []
     for path in map(Path, paths):
         stat = path.stat()
         stamps.append([str(path.resolve()), stat.st_size, stat.st_mtime_ns])
@@ -100,11 +100,11 @@ class _FileState(FileRecord):
     record: str
 
     @classmethod
-    def from_file(cls, path: Path, record: dict[str, Any]) -> _FileState:
+    def from_file(cls, path: Path, record: dict[str, object]) -> _FileState:
         return cls(**file_record(path).model_dump(), changed=path.stat().st_mtime_ns, record=json_digest(record))
 
 
-def _load_valid_record(arrow_file: Path, record_file: Path) -> dict[str, Any] | None:
+def _load_valid_record(arrow_file: Path, record_file: Path) -> dict[str, object] | None:
     """Return the record of an intact file, else None. Print a notice if it is damaged."""
     if not arrow_file.exists():
         return None
@@ -129,7 +129,7 @@ def _load_valid_record(arrow_file: Path, record_file: Path) -> dict[str, Any] | 
     return record
 
 
-def rows_to_batches(rows: Iterable[Mapping[str, Any]], schema: pa.Schema) -> Iterator[pa.RecordBatch]:
+def rows_to_batches(rows: Iterable[Mapping[str, object]], schema: pa.Schema) -> Iterator[pa.RecordBatch]:
     """Pack rows into Arrow record batches.
 
     Args:

@@ -41,7 +41,7 @@ _MARKET = re.compile(r"(-1|\d+)_c(\d+)")
 
 def read_captions(
     file: Path, source: PairSource, metadata: bool | list[str] = False, problems: Problems | None = None
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[dict[str, object]]:
     """Read a captions file into a row per image.
 
     Args:
@@ -99,7 +99,7 @@ def _metadata_columns(metadata: bool | list[str], others: list[str], where: str)
     return [pick_column(name, (), others, "--metadata", where) for name in metadata]
 
 
-def read_list_rows(file: Path, source: PairSource) -> Iterator[dict[str, Any]]:
+def read_list_rows(file: Path, source: PairSource) -> Iterator[dict[str, object]]:
     """Read a row per line of an image list.
 
     Args:
@@ -121,7 +121,7 @@ def read_list_rows(file: Path, source: PairSource) -> Iterator[dict[str, Any]]:
         yield row | ({LABEL: label} if source.with_labels else {})
 
 
-def read_images(listed: Iterable[tuple[Path, str]], folders: list[Path], source: PairSource) -> Iterator[dict[str, Any]]:
+def read_images(listed: Iterable[tuple[Path, str]], folders: list[Path], source: PairSource) -> Iterator[dict[str, object]]:
     """Read a row per image file, with its folder name as label.
 
     Args:
@@ -166,7 +166,7 @@ def require_class_folder(file: Path, folders: list[Path]) -> None:
         raise XcompatError(f"{file} has no label; move it into a folder named after its class")
 
 
-def read_market1501(listed: Iterable[tuple[Path, str]], source: PairSource) -> Iterator[dict[str, Any]]:
+def read_market1501(listed: Iterable[tuple[Path, str]], source: PairSource) -> Iterator[dict[str, object]]:
     """Read a row per image named as in Market-1501: ``0002_c1s1_000451_03.jpg`` is person 0002 from camera 1.
 
     Images of person -1 (junk) are skipped. Each image of person 0000 (distractors) gets its own class, and no query finds it.
@@ -226,7 +226,7 @@ def _own_ids(file: Path, column: str, names: list[str], values: pd.Series[Any]) 
     return [own for own in found if own is not None]
 
 
-def _one_value(values: list[Any], where: str, what: str, means: str) -> str:
+def _one_value(values: list[object], where: str, what: str, means: str) -> str:
     found = {str(value).strip() for value in values if value is not None and value == value} - {""}  # NaN differs from itself
     if not found:
         raise XcompatError(f"{where} has no {what}; add it or delete the row")

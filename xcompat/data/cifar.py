@@ -87,7 +87,7 @@ def cifar_version(files: Sequence[Path]) -> CifarVersion:
     raise XcompatError(f"the size of {fewest[0]} is not a multiple of {known}; fetch it again, or set format")
 
 
-def read_cifar(files: Sequence[Path], version: CifarVersion, label: str) -> Iterator[dict[str, Any]]:
+def read_cifar(files: Sequence[Path], version: CifarVersion, label: str) -> Iterator[dict[str, object]]:
     """Read records in file order.
 
     Args:

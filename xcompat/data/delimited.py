@@ -18,7 +18,7 @@ _TOKEN_LINE = re.compile(r"([^\t]+\.\w+)#\d+\t")
 _NUMBER = re.compile(r"#\d+$")
 
 
-def csv_options(file: Path) -> dict[str, Any]:
+def csv_options(file: Path) -> dict[str, object]:
     """Return pandas options to read a table as strings, which keeps leading zeros of ids.
 
     Args:

@@ -186,7 +186,7 @@ def _load_files(
     kind: str,
     files: list[Path],
     names: list[str],
-    rows: Iterable[dict[str, Any]],
+    rows: Iterable[dict[str, object]],
     source: PairSource,
     metadata: bool | list[str] = False,
     problems: Problems | None = None,
@@ -276,7 +276,7 @@ def _read_parquet(files: list[Path], streaming: bool, features: datasets.Feature
         ) from error
 
 
-def _make_paths_absolute(batch: dict[str, list[Any]], column: str, folder: str) -> dict[str, list[Any]]:
+def _make_paths_absolute(batch: dict[str, list[Any]], column: str, folder: str) -> dict[str, list[object]]:
     return {column: [None if path is None else str(Path(folder, path)) for path in batch[column]]}
 
 

@@ -116,7 +116,7 @@ class PairDataset(DrawnDataset):
         """Return ``{image: PIL RGB, caption: str, index: its row, ...}``."""
         return self.__getitems__([index])[0]
 
-    def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
+    def __getitems__(self, indices: Sequence[int]) -> list[dict[str, object]]:
         """Return the items of a batch with a single read, for data loaders."""
         rows, draws = self.draw_rows(indices)
         columns = self.dataset[rows]
@@ -135,7 +135,7 @@ class PairDataset(DrawnDataset):
                 item[name] = values
         return items
 
-    def _load_usable(self, record: dict[str, Any], row: int, draw: np.random.Generator) -> dict[str, Any]:
+    def _load_usable(self, record: dict[str, Any], row: int, draw: np.random.Generator) -> dict[str, object]:
         """Return the sample of a row, or of the next usable row."""
         for step in range(len(self.dataset)):
             other = (row + step) % len(self.dataset)
@@ -176,7 +176,7 @@ def _only_pairs(dataset: datasets.Dataset) -> datasets.Dataset:
     return dataset if dataset.features[IMAGE] == hf.Image(decode=False) else dataset.cast_column(IMAGE, hf.Image(decode=False))
 
 
-def _item(record: dict[str, Any], row: int, draw: np.random.Generator) -> dict[str, Any]:
+def _item(record: dict[str, Any], row: int, draw: np.random.Generator) -> dict[str, object]:
     item: dict[str, Any] = {IMAGE: open_image(record[IMAGE])} if IMAGE in record else {}
     item |= {INDEX: row, SEED: int(draw.integers(2**62))}
     if CAPTION in record:

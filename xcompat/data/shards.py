@@ -78,13 +78,13 @@ class ShardColumns:
             row[CAMERA] = self._camera(sample, self.camera)
         return row
 
-    def _id(self, sample: dict[str, Any], name: str) -> str:
+    def _id(self, sample: dict[str, object], name: str) -> str:
         value = _member(sample, name)
         if is_blank(value):
             raise _SampleError(f"empty {name}")
         return str(value)
 
-    def _label(self, sample: dict[str, Any], name: str) -> int | str:
+    def _label(self, sample: dict[str, object], name: str) -> int | str:
         value = _member(sample, name)
         if value is None or value == "":
             raise _SampleError(f"empty {name}")
@@ -93,7 +93,7 @@ class ShardColumns:
         except ValueError:
             raise _SampleError(f"{name} is {value!r}, not an index") from None
 
-    def _camera(self, sample: dict[str, Any], name: str) -> str:
+    def _camera(self, sample: dict[str, object], name: str) -> str:
         value = _member(sample, name)
         if value is None or value == "":
             raise _SampleError(f"empty {name}")
@@ -139,7 +139,7 @@ def read_rows(shards: Sequence[str | Path], columns: ShardColumns, problems: Pro
 
 def stream_rows(
     shards: Sequence[str | Path], columns: ShardColumns, total: int, max_bad_share: float = 0.01
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[dict[str, object]]:
     """Stream rows as :func:`read_rows` does, and print skipped ones at the end.
 
     Args:
@@ -154,7 +154,7 @@ def stream_rows(
         notice(line)
 
 
-def read_shard(path: str | Path) -> Iterator[dict[str, Any]]:
+def read_shard(path: str | Path) -> Iterator[dict[str, object]]:
     """Stream the samples of a shard.
 
     Args:
@@ -188,7 +188,7 @@ def read_shard(path: str | Path) -> Iterator[dict[str, Any]]:
         raise ShardError(f"{path}: {reason} ({type(error).__name__})") from error
 
 
-def _members(stream: IO[bytes], path: str) -> Iterator[dict[str, Any]]:
+def _members(stream: IO[bytes], path: str) -> Iterator[dict[str, object]]:
     """Yield members for `group_by_keys`. Oversized members raise before they are read."""
     from webdataset.tariterators import base_plus_ext
 
@@ -261,7 +261,7 @@ class _TailStream(io.RawIOBase):
         return len(read)
 
 
-def _has(sample: dict[str, Any], column: str) -> bool:
+def _has(sample: dict[str, object], column: str) -> bool:
     try:
         return bool(_member(sample, column))
     except _SampleError:

@@ -115,7 +115,7 @@ def parse_json(text: str | bytes, where: str = "a JSON value") -> Any:  # noqa: 
     return value
 
 
-def _load_json(text: str | bytes) -> Any:  # noqa: ANN401 - any JSON value
+def _load_json(text: str | bytes) -> object:
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

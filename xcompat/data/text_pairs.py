@@ -89,7 +89,7 @@ def _pairs(
         yield pair
 
 
-def _text(value: Any, column: str, where: str) -> str:  # noqa: ANN401 - any cell
+def _text(value: object, column: str, where: str) -> str:
     if value is not None and not isinstance(value, str):
         raise XcompatError(f"{where}: {column} is {str(value)[:80]!r}, not text; choose another column")
     return (value or "").strip()
@@ -111,11 +111,11 @@ class TextPairDataset(DrawnDataset):
         super().__init__(dataset, one_per_id, seed)
         self.extra = dict(extra or {})
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
+    def __getitem__(self, index: int) -> dict[str, object]:
         """Return ``{query: str, passage: str, negatives: list of zero or one, ...}``."""
         return self.__getitems__([index])[0]
 
-    def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
+    def __getitems__(self, indices: Sequence[int]) -> list[dict[str, object]]:
         """Return the items of a batch with a single read, for data loaders."""
         rows, draws = self.draw_rows(indices)
         columns = self.dataset[rows]

@@ -84,13 +84,13 @@ class EmbeddingCache:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.info = read_info(self.path)
-        self._shards: dict[int, NDArray[Any]] = {}
+        self._shards: dict[int, NDArray[np.number]] = {}
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         """Drop the open shards."""
         return self.__dict__ | {"_shards": {}}
 
-    def _shard(self, shard: int) -> NDArray[Any]:
+    def _shard(self, shard: int) -> NDArray[np.number]:
         if shard not in self._shards:
             try:
                 self._shards[shard] = open_shard(self.path, shard, self.info)
@@ -128,7 +128,7 @@ class EmbeddingCache:
             fetched[here] = self._part(part)[row_of_part[here]]
         return fetched
 
-    def _require_rows(self, rows_N: NDArray[Any]) -> None:
+    def _require_rows(self, rows_N: NDArray[np.number]) -> None:
         """Reject masks, which would read rows 0 and 1, and negative numbers."""
         if not rows_N.size:
             return
@@ -144,7 +144,7 @@ class EmbeddingCache:
     def _part_rows(self) -> int:
         return self.info.shard_rows
 
-    def _part(self, number: int) -> EmbeddingCache | NDArray[Any]:
+    def _part(self, number: int) -> EmbeddingCache | NDArray[np.number]:
         return self._shard(number)
 
     def readable(self) -> NDArray[np.bool_]:
@@ -200,7 +200,7 @@ def read_info(folder: Path) -> CacheInfo:
     return info
 
 
-def _drop_name(fields: Any) -> Any:  # noqa: ANN401 - any JSON value
+def _drop_name(fields: object) -> object:
     """Drop the model's name, as a cache may be continued under another name of the same model."""
     return {key: value for key, value in fields.items() if key != "name"} if isinstance(fields, dict) else None
 
@@ -217,7 +217,7 @@ def write_shard(folder: Path, shard: int, info: CacheInfo, embeds_ND: NDArray[np
         write_json(path.with_suffix(".json"), file_record(temporary).model_dump())
 
 
-def open_shard(folder: Path, shard: int, info: CacheInfo) -> NDArray[Any]:
+def open_shard(folder: Path, shard: int, info: CacheInfo) -> NDArray[np.number]:
     """Check a shard's checksum, and map the shard into memory, read-only.
 
     Raises:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self, TypeVar, overload
+from typing import Self, TypeVar, overload
 
 import numpy as np
 import torch
@@ -40,7 +40,7 @@ ALIKE, OTHER = 0.99, 0.5
 """Mean cosines of sketches: at least the first for the same model, below the second for another model."""
 ANSWERS_SAVED = "its answers are saved: start again to continue"
 
-Function = Callable[[list[str]], Any]
+Function = Callable[[list[str]], object]
 """Function from texts to embeddings of length 1, a row per text."""
 
 
@@ -134,13 +134,13 @@ class Provider:
         """Embed :data:`PROBES`, and return the first numbers of each embedding."""
         return sketch_rows(self.ask(list(PROBES)))
 
-    def _call(self, texts: list[str]) -> Any:  # noqa: ANN401 - whatever the function returns
+    def _call(self, texts: list[str]) -> object:
         time.sleep(max(0.0, self._earliest - time.monotonic()))
         if self.requests_per_minute is not None:
             self._earliest = time.monotonic() + 60 / self.requests_per_minute
         return self.embed(texts)
 
-    def _check_answer(self, answer: Any, texts: list[str], dim: int | None, before: int) -> NDArray[np.float32]:  # noqa: ANN401
+    def _check_answer(self, answer: object, texts: list[str], dim: int | None, before: int) -> NDArray[np.float32]:
         try:
             rows_BD = np.array(answer, np.float32)
         except (TypeError, ValueError, RuntimeError) as error:  # RuntimeError for tensors with gradients

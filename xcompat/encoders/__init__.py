@@ -359,7 +359,7 @@ def load_processor(description: dict[str, Any], source: EncoderSource | str) -> 
         ) from error
 
 
-def _load_processor(description: dict[str, Any], source: EncoderSource) -> Processor:
+def _load_processor(description: dict[str, object], source: EncoderSource) -> Processor:
     if description["library"] == "open_clip":
         from xcompat.encoders.open_clip_encoder import load_open_clip_processor, open_clip_folder
 

@@ -220,7 +220,7 @@ class Encoder(nn.Module, EmbedsBatches):
             self.prompts = VisualPrompts(config.prompts, self.image_width)
             layer.register_forward_hook(self._append_prompts)
 
-    def _append_prompts(self, module: nn.Module, inputs: Any, output: Tensor) -> Tensor | None:  # noqa: ANN401 - hook signature
+    def _append_prompts(self, module: nn.Module, inputs: object, output: Tensor) -> Tensor | None:
         return self.prompts(output) if self.prompts is not None and self.prompts.enabled else None
 
     def adapter_parameters(self) -> list[nn.Parameter]:

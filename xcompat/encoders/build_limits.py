@@ -72,7 +72,7 @@ def check_config(config: Mapping[str, Any], name: str) -> None:
             raise XcompatError(f"{name}: {key} is {shown}, and no model has more than {limit:,}; download the model again")
 
 
-def _integers(value: Any, key: str) -> Iterator[tuple[str, int]]:  # noqa: ANN401 - any JSON value
+def _integers(value: object, key: str) -> Iterator[tuple[str, int]]:
     if isinstance(value, Mapping):
         for name, inner in value.items():
             yield from _integers(inner, f"{key}.{name}" if key else str(name))

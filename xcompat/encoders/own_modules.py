@@ -106,7 +106,7 @@ def load_model_type(name: str) -> str:
     return model_type
 
 
-def save_module(module: nn.Module, transform: Any, folder: str | Path, **options: Any) -> None:  # noqa: ANN401 - torchvision's, JSON
+def save_module(module: nn.Module, transform: object, folder: str | Path, **options: object) -> None:
     """Save a trained module with its transform, for :func:`~xcompat.encoders.load_encoder`.
 
     Args:

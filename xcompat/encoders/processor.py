@@ -103,7 +103,7 @@ class Processor(ABC):
     def describe(self) -> dict[str, Any]:
         """Return all settings that change pixels or tokens, to use in fingerprints."""
 
-    def describe_all(self) -> dict[str, Any]:
+    def describe_all(self) -> dict[str, object]:
         """Return :meth:`describe` and the image orientation, to use in cache keys.
 
         The orientation is not part of fingerprints, because the embedding space does not depend on it.

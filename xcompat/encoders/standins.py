@@ -22,7 +22,7 @@ _TEXT = _SIZE | {"max_position_embeddings": 16}
 _VISION = _SIZE | {"image_size": 32, "patch_size": 8}
 
 
-def _configurations(dim: int) -> dict[str, dict[str, Any]]:
+def _configurations(dim: int) -> dict[str, dict[str, object]]:
     return {
         "clip": {"projection_dim": dim, "text_config": _TEXT, "vision_config": _VISION},
         "siglip": {
@@ -65,7 +65,7 @@ def _image_configurations(dim: int) -> dict[str, dict[str, Any]]:
     }
 
 
-def _mobilenet_v2(dim: int) -> dict[str, Any]:
+def _mobilenet_v2(dim: int) -> dict[str, object]:
     """Return a narrow architecture, with a wide last layer if ``dim`` is the usual 1280."""
     if dim == 1280:
         return {"depth_multiplier": 0.1, "finegrained_output": True}

@@ -295,7 +295,7 @@ def pixel_settings(image_processor: Any) -> dict[str, Any]:  # noqa: ANN401 - as
     }
 
 
-def describe_pixels(image_processor: BaseImageProcessor) -> dict[str, Any]:
+def describe_pixels(image_processor: BaseImageProcessor) -> dict[str, object]:
     """Return an image processor's settings without its class name."""
     return {k: v for k, v in image_processor.to_dict().items() if k not in {"image_processor_type", "processor_class"}}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
@@ -16,7 +16,7 @@ Ids: TypeAlias = "Sequence[Hashable] | np.ndarray | torch.Tensor"
 """One id per row."""
 
 
-def as_ids(ids_N: Ids, n_rows: int, what: str) -> list[Any]:
+def as_ids(ids_N: Ids, n_rows: int, what: str) -> list[object]:
     """Return ids as a list with a hashable per row.
 
     Args:

@@ -7,7 +7,6 @@ import json
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -91,7 +90,7 @@ def to_onnx(model: CompatModel, folder: str | Path, space: Space = "old", overwr
         (temporary / "README.md").write_text(_readme(about, processor), encoding="utf-8")
 
 
-def _describe(model: CompatModel, tower: Tower, space: Space, processor: Processor) -> dict[str, Any]:
+def _describe(model: CompatModel, tower: Tower, space: Space, processor: Processor) -> dict[str, object]:
     searched = model.compatible_with[:1] if space == "old" else [model.embeds_fingerprint()]
     return {
         "name": model.name_or_path or type(model).__name__,
@@ -103,7 +102,7 @@ def _describe(model: CompatModel, tower: Tower, space: Space, processor: Process
     }
 
 
-def _readme(about: dict[str, Any], processor: Processor) -> str:
+def _readme(about: dict[str, object], processor: Processor) -> str:
     of_transformers = isinstance(processor, TransformersProcessor) or type(processor) is ImageOnlyProcessor  # timm's is another
     template = markdown_templates(Path(__file__).parent).get_template("onnx_readme.md.j2")
     prompts, lower_case = {}, False
@@ -152,7 +151,7 @@ def _texts(processor: Processor) -> list[Batch]:
 
 
 @torch.no_grad()
-def _write(tower: Tower, batches: Sequence[Batch], free: dict[int, str], path: Path) -> dict[str, Any]:
+def _write(tower: Tower, batches: Sequence[Batch], free: dict[int, str], path: Path) -> dict[str, object]:
     shapes = {name: dict(free) for name in batches[0]}
     try:
         with warnings.catch_warnings(action="ignore"):  # PyTorch warns about its own code
@@ -169,7 +168,7 @@ def _write(tower: Tower, batches: Sequence[Batch], free: dict[int, str], path: P
     return {"file": path.name, "inputs": inputs, "outputs": {OUTPUT: ["batch", tower.dim]}}
 
 
-def _compare(tower: Tower, batches: Sequence[Batch], path: Path) -> dict[str, Any]:
+def _compare(tower: Tower, batches: Sequence[Batch], path: Path) -> dict[str, object]:
     """Raise if the file's embeddings differ from PyTorch's. Return its input types and shapes."""
     from onnxruntime import InferenceSession
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import faiss
 import torch
@@ -169,6 +168,6 @@ def reads_features(model: CompatModel) -> bool:
     return isinstance(model, QueryMapModel) and model.head is not None
 
 
-def _normalised_inputs(model: CompatModel, new_dim: int) -> list[Any]:
+def _normalised_inputs(model: CompatModel, new_dim: int) -> list[object]:
     """Return the transform that normalises penultimate features. Embeddings have length 1 already."""
     return [faiss.NormalizationTransform(new_dim)] if reads_features(model) else []

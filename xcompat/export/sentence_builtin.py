@@ -87,7 +87,7 @@ def _of_texts(encoder: Encoder, processor: Processor) -> list[nn.Module]:
     return [*loaded, *kept]
 
 
-def prompts_of(processor: Processor, space: Space) -> dict[str, Any]:
+def prompts_of(processor: Processor, space: Space) -> dict[str, object]:
     """Return the prompts for both roles, and the default role: queries in an old space, passages in the own space.
 
     Args:
@@ -186,7 +186,7 @@ def save_stock(modules: list[nn.Module], folder: Path, wanted: SentenceTransform
     return alike
 
 
-def _embeds_alike(folder: Path, probes: list[list[Any]], embeds: list[np.ndarray]) -> bool:
+def _embeds_alike(folder: Path, probes: list[list[object]], embeds: list[np.ndarray]) -> bool:
     with convert_read_errors(folder):
         found = SentenceTransformer(str(folder), device="cpu")
     return all(np.allclose(found.encode(probe), each, rtol=0, atol=TOLERANCE) for probe, each in zip(probes, embeds, strict=True))

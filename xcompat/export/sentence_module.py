@@ -151,7 +151,7 @@ class CompatModule(InputModule):
         return cls(model, **cls.load_config(model_name_or_path, **where))
 
 
-def _save_encoder(described: dict[str, Any], folder: Path) -> None:
+def _save_encoder(described: dict[str, object], folder: Path) -> None:
     source = EncoderSource.from_description(described)
     folder.mkdir()
     if described["library"] == "xcompat":

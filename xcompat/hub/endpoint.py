@@ -141,7 +141,7 @@ def public_name(name: str) -> str:
     return folder.parent.name if folder.name == "model" else folder.name
 
 
-def replace_by_hub_name(described: dict[str, Any]) -> dict[str, Any]:
+def replace_by_hub_name(described: dict[str, Any]) -> dict[str, object]:
     """Replace the local folder of a pushed model by its name and commit on the Hub.
 
     Args:
@@ -171,7 +171,7 @@ def is_dataset(name: str) -> bool:
     return True
 
 
-def read_config(file: str | Path) -> dict[str, Any]:
+def read_config(file: str | Path) -> dict[str, object]:
     """Read a model's configuration from a JSON file.
 
     Raises:

@@ -106,7 +106,7 @@ def _older(newer: _Checkpoint, path: tuple[str, ...]) -> list[Ancestor]:
     return followed
 
 
-def _versions(old: Any, place: str) -> list[dict[str, Any]]:  # noqa: ANN401 - whatever a configuration holds
+def _versions(old: object, place: str) -> list[dict[str, object]]:
     """Return the versions in a configuration, nearest first. Reject incomplete entries."""
     older = old.get("compatible_with", []) if isinstance(old, dict) else None
     listed: list[Any] = [old, *older] if isinstance(older, list) else [None]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import BaseModel, Field, TypeAdapter
 
@@ -114,7 +114,7 @@ def gains_in(results: Iterable[EvalResult]) -> list[Gain]:
     return gains
 
 
-def _plain(result: EvalResult) -> Mapping[str, Any]:
+def _plain(result: EvalResult) -> Mapping[str, object]:
     return {
         "where": result.task_name,
         "metric": result.metric_type,

@@ -26,7 +26,7 @@ _BESIDE_A_MODEL = {".gitattributes", "README.md", "LICENSE"}
 def push_model(
     repo: str,
     model: ModelFacts,
-    config: dict[str, Any],
+    config: dict[str, object],
     write: Callable[[Path], object],
     run: RunFacts | None = None,
     *,
@@ -36,7 +36,7 @@ def push_model(
     license: str | None = None,  # noqa: A002 - the Hub's word
     tags: Sequence[str] = (),
     token: str | bool | None = None,
-    **commit: Any,  # noqa: ANN401 - huggingface_hub's own
+    **commit: object,
 ) -> CommitInfo:
     """Push a model with its preprocessing and card. Local paths are removed, and other models are not replaced.
 
@@ -84,7 +84,7 @@ def record_push(folder: str | Path, commit: CommitInfo, fingerprints: Sequence[s
     write_json(Path(folder) / PUSHED, record)
 
 
-def _lineage_of(config: dict[str, Any], fingerprint: str | None) -> dict[str, Any]:
+def _lineage_of(config: dict[str, Any], fingerprint: str | None) -> dict[str, object]:
     """Return the properties that do not change when a model is trained further, merged or converted.
 
     These are method, dimension, and the fingerprints of base and old model. For a plain encoder, its own fingerprint.
@@ -97,7 +97,7 @@ def _lineage_of(config: dict[str, Any], fingerprint: str | None) -> dict[str, An
 
 
 def _open_repository(
-    repo: str, lineage: dict[str, Any], private: bool | None, revision: str | None, overwrite: bool, token: str | bool | None
+    repo: str, lineage: dict[str, object], private: bool | None, revision: str | None, overwrite: bool, token: str | bool | None
 ) -> str:
     """Create a missing repository, or raise if it contains another model."""
     with hub_errors(repo):

@@ -55,7 +55,7 @@ class _Embedder:
         return default_to_dict(self, model=str(self.model), version=version, device=self.device)
 
     @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> Self:
+    def from_dict(cls, data: dict[str, object]) -> Self:
         """Create the component from :meth:`to_dict`."""
         return default_from_dict(cls, data)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from xcompat.core.errors import XcompatError
 from xcompat.core.fingerprint import Fingerprint
@@ -78,7 +77,7 @@ class CompatReranker(BaseDocumentCompressor):
         super().__init__(top_k=top_k)
         self._texts = TextReranker(model, device, embed_with)
 
-    def compress_documents(self, documents: Sequence[Document], query: str, callbacks: Any = None) -> list[Document]:  # noqa: ANN401 - LangChain's
+    def compress_documents(self, documents: Sequence[Document], query: str, callbacks: object = None) -> list[Document]:
         """Return the documents in their new order.
 
         Args:

@@ -196,7 +196,7 @@ def _describe_confidence(choice: Choice) -> list[str]:
     return [f"{said} On items that neither model was trained on, the error can be larger."]
 
 
-def as_json(choice: Choice) -> dict[str, Any]:
+def as_json(choice: Choice) -> dict[str, object]:
     """Return all measurements of a choice as JSON."""
     without = choice.without_new_model
     return {
@@ -222,21 +222,21 @@ def as_json(choice: Choice) -> dict[str, Any]:
     }
 
 
-def _reranked(found: RerankedTrial | None) -> dict[str, Any] | None:
+def _reranked(found: RerankedTrial | None) -> dict[str, object] | None:
     if found is None:
         return None
     losses = {str(k): {"mean": loss.mean, "ci95": [loss.low, loss.high]} for k, loss in found.losses.items()}
     return _trial(found.trial) | {"old_weight": found.old_weight, "candidates": found.candidates, "losses": losses}
 
 
-def _item_memory(found: ItemMemory | None) -> dict[str, Any] | None:
+def _item_memory(found: ItemMemory | None) -> dict[str, object] | None:
     if found is None:
         return None
     gain = {"mean": found.gain.mean, "ci95": [found.gain.low, found.gain.high]} if found.gain is not None else None
     return {"coverage": found.coverage, "alone": found.alone, "gain": gain, "queries": found.n_queries, "chosen": found.is_chosen}
 
 
-def _confidence(choice: Choice) -> dict[str, Any]:
+def _confidence(choice: Choice) -> dict[str, object]:
     found = choice.confidence
     if found is None:
         return {"none": choice.no_confidence}
@@ -250,7 +250,7 @@ def _confidence(choice: Choice) -> dict[str, Any]:
     }
 
 
-def _trial(trial: Trial) -> dict[str, Any]:
+def _trial(trial: Trial) -> dict[str, object]:
     gains = {
         protocol: {
             metric: {"mean": gain.mean, "ci95": [gain.low, gain.high], "expected95": list(gain.expected)}

@@ -256,7 +256,7 @@ def _name_of_old(asked: MapRequest) -> str | None:
     return name
 
 
-def _describe_old(name: str | None, path: Place, dim: int) -> dict[str, Any]:
+def _describe_old(name: str | None, path: Place, dim: int) -> dict[str, object]:
     """Describe the old model by its name, as in galleries with an adopted index, or by the record of a gallery or database."""
     known = describe_stored_model(path) if name is None else None
     return known or describe_old(Fingerprint.from_string(name or path.stem), dim)

@@ -188,7 +188,7 @@ def _compare_with_gallery(pairs: Paired, gallery: ArrayLike | Tensor | str | Pat
     return replace(pairs, n_stored=n_stored) if isinstance(pairs, PairedEmbeddings) else pairs
 
 
-def _describe_by_name(old: Any, name: str | None, dim: int) -> dict[str, Any]:  # noqa: ANN401 - see fit_map
+def _describe_by_name(old: object, name: str | None, dim: int) -> dict[str, object]:
     """Describe the old model by its name, by the gallery's model, or by the name of the file as in `xcompat map`."""
     path = _path_of(old)
     if name is None and path is not None and (known := describe_stored_model(path)) is not None:
@@ -196,7 +196,7 @@ def _describe_by_name(old: Any, name: str | None, dim: int) -> dict[str, Any]:  
     return describe_old(Fingerprint.from_string(name or (path.stem if path is not None else "old")), dim)
 
 
-def _path_of(side: Any) -> Place | None:  # noqa: ANN401 - see fit_map
+def _path_of(side: object) -> Place | None:
     return side.path if isinstance(side, Gallery) else parse_place(str(side)) if isinstance(side, str | Path) else None
 
 
@@ -222,8 +222,8 @@ def _load_side(model: str, dim: int, argument: str) -> Embedder:
 
 
 def _pairs(
-    old: Any,  # noqa: ANN401 - see fit_map
-    new: Any,  # noqa: ANN401 - see fit_map
+    old: object,
+    new: object,
     labels: Sequence[Hashable] | None,
     texts: Sequence[str] | None,
 ) -> tuple[Paired, Sequence[str] | None]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 from urllib.parse import parse_qs, unquote, urlsplit
 
 import numpy as np
@@ -179,7 +179,7 @@ def read_store(address: StoreAddress) -> Vectors:
     return Vectors(spool.map_rows(), ids)
 
 
-def describe_stored_model(place: Place) -> dict[str, Any] | None:
+def describe_stored_model(place: Place) -> dict[str, object] | None:
     """Describe the model that a gallery's oldest version, or a database, records; None if no model is recorded."""
     from xcompat.models.config import describe_old
     from xcompat.retrieval import Gallery

@@ -6,7 +6,6 @@ import json
 import re
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from huggingface_hub import constants
 from rich.box import SIMPLE_HEAD
@@ -139,7 +138,7 @@ def _escape(text: str) -> str:
     return literal(one_line(text))
 
 
-def as_json(found: list[HubCheckpoint]) -> list[dict[str, Any]]:
+def as_json(found: list[HubCheckpoint]) -> list[dict[str, object]]:
     """Return the checkpoints as JSON."""
     return [
         {key: value for key, value in asdict(each).items() if key != "is_other"} | {"finds_more": each.finds_more}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from typing import Any
 
 from xcompat.core.plugins import import_entry_points
 from xcompat.encoders import architectures  # noqa: F401 - register themselves with AutoModel, as methods do
@@ -15,7 +14,7 @@ def _classes() -> dict[str, type]:
     return {each.__name__: each for model in METHODS.values() for each in (model.config_class, model)}
 
 
-def __getattr__(name: str) -> Any:  # noqa: ANN401 - a configuration or model class
+def __getattr__(name: str) -> object:
     if name == "__all__":
         return ["METHODS", *sorted(_classes())]
     if name in (known := _classes()):

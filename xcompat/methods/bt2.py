@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import torch
 from pydantic import Field
@@ -89,7 +89,7 @@ class Bt2Model(PrototypedModel):
 
     @classmethod
     @override
-    def unread_options(cls, options: Mapping[str, Any], on_captions: bool) -> Iterator[tuple[str, str]]:
+    def unread_options(cls, options: Mapping[str, object], on_captions: bool) -> Iterator[tuple[str, str]]:
         yield from super().unread_options(options, on_captions)
         yield "batch_norm", "bt2 normalises the parts of its embedding separately"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -74,7 +74,7 @@ class DriftAdapterModel(LearnedMapModel):
 
     @classmethod
     @override
-    def unread_options(cls, options: Mapping[str, Any], on_captions: bool) -> Iterator[tuple[str, str]]:
+    def unread_options(cls, options: Mapping[str, object], on_captions: bool) -> Iterator[tuple[str, str]]:
         yield from super().unread_options(options, on_captions)
         variant = options["variant"]
         if variant != "low_rank":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal
 
 from torch import Tensor
 from typing_extensions import override
@@ -57,7 +57,7 @@ class FctModel(ForwardMapModel):
 
     @classmethod
     @override
-    def reads_logit_scale(cls, options: Mapping[str, Any], on_captions: bool) -> bool:
+    def reads_logit_scale(cls, options: Mapping[str, object], on_captions: bool) -> bool:
         return options["loss"] != "mse"
 
     @override

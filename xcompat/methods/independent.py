@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 from pydantic import Field
@@ -76,12 +76,12 @@ class IndependentModel(ClassifiedModel):
 
     @classmethod
     @override
-    def reads_logit_scale(cls, options: Mapping[str, Any], on_captions: bool) -> bool:
+    def reads_logit_scale(cls, options: Mapping[str, object], on_captions: bool) -> bool:
         return on_captions
 
     @classmethod
     @override
-    def refuse_unread(cls, options: Mapping[str, Any], on_captions: bool) -> None:
+    def refuse_unread(cls, options: Mapping[str, object], on_captions: bool) -> None:
         """Raise for mixup with triplets, and for options other than the encoder's if a model is trained on captions."""
         usual = cls.config_class()
         read = {field.name for field in fields(CompatConfig)} - {"adapters"}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
 
 import numpy as np
 import torch
@@ -65,7 +64,7 @@ class LambdaOrthogonalityModel(LeastSquaresModel):
 
     @classmethod
     @override
-    def unread_options(cls, options: Mapping[str, Any], on_captions: bool) -> Iterator[tuple[str, str]]:
+    def unread_options(cls, options: Mapping[str, object], on_captions: bool) -> Iterator[tuple[str, str]]:
         yield from super().unread_options(options, on_captions)
         if options["threshold"] is None:
             yield "steepness", "it applies only with options.threshold"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from hashlib import blake2b
-from typing import Annotated, Any, NamedTuple, Self
+from typing import Annotated, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -187,7 +187,7 @@ class _Search:
         count = min(self.config.clusters, len(source_NS), len(target_MT))
         source_CS, target_CT = (self.centroids(self.draw_rows(side, CLUSTERED), count) for side in (source_NS, target_MT))
         inner = [(rows - rows.mean(0)) @ (rows - rows.mean(0)).T for rows in (source_CS, target_CT)]
-        usual: dict[str, Any] = {"maximize": True, "rng": self.draws}
+        usual: dict[str, object] = {"maximize": True, "rng": self.draws}
         faq = {**usual, "P0": "randomized"}
         found = max((quadratic_assignment(*inner, method="faq", options=faq) for _ in range(STARTS)), key=lambda each: each.fun)
         guess = {**usual, "partial_guess": np.stack([np.arange(count), found.col_ind], 1)}

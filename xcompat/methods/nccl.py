@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 import torch
@@ -65,7 +65,7 @@ class NcclModel(ClassifiedModel):
 
     @classmethod
     @override
-    def refuse_unread(cls, options: Mapping[str, Any], on_captions: bool) -> None:
+    def refuse_unread(cls, options: Mapping[str, object], on_captions: bool) -> None:
         """Raise also for a logit comparison if the head has no logits."""
         super().refuse_unread(options, on_captions)
         if options.get("head") == "triplet" and options.get("logit_weight", cls.config_class.logit_weight):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import numpy as np
 import torch
@@ -102,7 +102,7 @@ class QueryMapModel(CompatModel):
         self.set_trainable()
 
     @classmethod
-    def embedding_dim_for(cls, encoder: Encoder, old: dict[str, Any] | None, options: dict[str, Any]) -> int:
+    def embedding_dim_for(cls, encoder: Encoder, old: dict[str, object] | None, options: dict[str, object]) -> int:
         """Return D, the map's input dimension."""
         if cls.maps_features(options):
             return Penultimate(encoder, encoder.name).head.in_features
@@ -110,13 +110,13 @@ class QueryMapModel(CompatModel):
 
     @classmethod
     @override
-    def maps_features(cls, options: Mapping[str, Any]) -> bool:
+    def maps_features(cls, options: Mapping[str, object]) -> bool:
         """Return whether the map reads penultimate features."""
         return options.get("input") == "penultimate"
 
     @classmethod
     @override
-    def unread_options(cls, options: Mapping[str, Any], on_captions: bool) -> Iterator[tuple[str, str]]:
+    def unread_options(cls, options: Mapping[str, object], on_captions: bool) -> Iterator[tuple[str, str]]:
         yield from super().unread_options(options, on_captions)
         loss = options["loss"]
         if loss == "cosine":

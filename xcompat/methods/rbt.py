@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import torch
 from pydantic import Field
@@ -75,7 +75,7 @@ class RbtModel(LearnedMapModel):
 
     @classmethod
     @override
-    def reads_logit_scale(cls, options: Mapping[str, Any], on_captions: bool) -> bool:
+    def reads_logit_scale(cls, options: Mapping[str, object], on_captions: bool) -> bool:
         return True
 
     def set_trainable(self) -> None:

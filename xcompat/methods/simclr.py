@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 from pydantic import Field
@@ -83,7 +83,7 @@ class SimClrModel(UnlabelledModel):
 
     @classmethod
     @override
-    def unread_options(cls, options: Mapping[str, Any], on_captions: bool) -> Iterator[tuple[str, str]]:
+    def unread_options(cls, options: Mapping[str, object], on_captions: bool) -> Iterator[tuple[str, str]]:
         yield from super().unread_options(options, on_captions)
         yield "batch_norm", "simclr has its own batch norm"
         if not options["crops"]:

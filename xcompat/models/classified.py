@@ -88,8 +88,8 @@ class ClassifiedModel(BackboneModel):
     def from_encoder(
         cls,
         encoder: str | EncoderSource | tuple[Encoder, Processor],
-        old: dict[str, Any] | str | EncoderSource | None = None,
-        **options: Any,
+        old: dict[str, object] | str | EncoderSource | None = None,
+        **options: object,
     ) -> Self:
         """Start a method from a backbone.
 

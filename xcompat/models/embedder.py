@@ -171,7 +171,7 @@ class Embedder:
             ]
         return described
 
-    def describe_encoder(self) -> dict[str, Any]:
+    def describe_encoder(self) -> dict[str, object]:
         """Return this model's description for ``CompatConfig.encoder``: the passages' fingerprint, and ``role`` for queries."""
         model: Any = self.model
         known = {**model.description, "fingerprint": self.version.digest, "dim": self.dim}

@@ -104,7 +104,7 @@ class IndexedMemory(QueryMemory):
             self.register_buffer(f"{name}_codec_F", torch.zeros(part.n_learned))
         self.register_buffer("centroids_LH", torch.zeros(lists, self.first))
         self.register_buffer("sizes_L", torch.zeros(lists, dtype=torch.int64))
-        self._opened_at: tuple[Any, _OpenIndex] | None = None
+        self._opened_at: tuple[object, _OpenIndex] | None = None
 
     def _codecs(self) -> dict[str, Codec]:
         dims = {"first": self.first, "rest": self.dims[0] - self.first, "value": self.dims[1]}
@@ -225,7 +225,7 @@ class IndexedMemory(QueryMemory):
             self._opened_at = state, _OpenIndex(index, codecs, codes)
         return self._opened_at[1]
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         """Exclude faiss objects, which :meth:`_open` rebuilds."""
         return self.__dict__ | {"_opened_at": None}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import ClassVar, Literal, TypeVar
 
 from torch import Tensor, nn
 from typing_extensions import override
@@ -49,7 +49,7 @@ class MappedModel(CompatModel):
 
     @classmethod
     @override
-    def maps_galleries_with(cls, options: Mapping[str, Any]) -> bool:
+    def maps_galleries_with(cls, options: Mapping[str, object]) -> bool:
         return options.get("direction", cls.config_class.direction) == "old_to_new"
 
     def order_sides(self, new: Side, old: Side) -> tuple[Side, Side]:

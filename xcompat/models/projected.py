@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from torch import Tensor, nn
 from typing_extensions import override
@@ -29,7 +29,7 @@ class PhiModel(CompatModel):
 
     @classmethod
     @override
-    def reads_logit_scale(cls, options: Mapping[str, Any], on_captions: bool) -> bool:
+    def reads_logit_scale(cls, options: Mapping[str, object], on_captions: bool) -> bool:
         return True
 
     @override
@@ -70,7 +70,7 @@ class ProjectedModel(PhiModel):
 
     @classmethod
     @override
-    def trains_encoder(cls, options: Mapping[str, Any]) -> bool:
+    def trains_encoder(cls, options: Mapping[str, object]) -> bool:
         return options.get("train_encoder", cls.config_class.train_encoder) != "none"
 
     def set_trainable(self) -> None:

@@ -187,7 +187,7 @@ class QueryMemory(nn.Module):
         return self.familiarity(cosines_BK)[:, None] * (weights_BK @ self.values_Kd.float())
 
 
-def refuse_settings(settings: Mapping[str, Any], least: Mapping[str, float | None]) -> None:
+def refuse_settings(settings: Mapping[str, object], least: Mapping[str, float | None]) -> None:
     """Raise if memory settings are unknown, missing or out of range.
 
     Args:

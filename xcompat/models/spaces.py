@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -28,7 +28,7 @@ class SpacesModel(CheckpointModel):
     compares_by_l2: ClassVar[bool] = False
     """Whether the method supports unnormalised embeddings with L2 distance."""
     memory: QueryMemory | None
-    _hashed: tuple[Any, str, str] | None = None
+    _hashed: tuple[object, str, str] | None = None
 
     @property
     def metric(self) -> Metric:

@@ -138,7 +138,7 @@ def _read(file: Path, lines: Path) -> tuple[NDArray[Any], list[str]]:
     return _check(vectors.rows_ND, names, file, lines)
 
 
-def _check(array: NDArray[Any], names: list[str], file: Path, lines: Path | str) -> tuple[NDArray[Any], list[str]]:
+def _check(array: NDArray[np.number], names: list[str], file: Path, lines: Path | str) -> tuple[NDArray[np.number], list[str]]:
     if array.ndim != 2 or len(array) != len(names):
         where = lines.name if isinstance(lines, Path) else lines
         raise XcompatError(f"{file} has shape {array.shape}, but {where} has {len(names)} lines; they must be N x d and N")

@@ -61,22 +61,22 @@ class LearningModel(SpacesModel):
     # -------------------------------------------------------------------------------- checks of recipes
 
     @classmethod
-    def maps_galleries_with(cls, options: Mapping[str, Any]) -> bool:
+    def maps_galleries_with(cls, options: Mapping[str, object]) -> bool:
         """Return whether a model with these options maps galleries instead of queries."""
         return cls.maps_galleries
 
     @classmethod
-    def maps_features(cls, options: Mapping[str, Any]) -> bool:
+    def maps_features(cls, options: Mapping[str, object]) -> bool:
         """Return whether a map with these options reads penultimate features instead of embeddings."""
         return False
 
     @classmethod
-    def balances_batches(cls, options: Mapping[str, Any]) -> bool:
+    def balances_batches(cls, options: Mapping[str, object]) -> bool:
         """Return whether batches need equally many samples per class."""
         return False
 
     @classmethod
-    def reads_logit_scale(cls, options: Mapping[str, Any], on_captions: bool) -> bool:
+    def reads_logit_scale(cls, options: Mapping[str, object], on_captions: bool) -> bool:
         """Return whether the loss multiplies cosines by ``logit_scale``.
 
         Args:
@@ -86,7 +86,7 @@ class LearningModel(SpacesModel):
         return False
 
     @classmethod
-    def trains_encoder(cls, options: Mapping[str, Any]) -> bool:
+    def trains_encoder(cls, options: Mapping[str, object]) -> bool:
         """Return whether training changes the encoder's own weights."""
         return not cls.embeds_in_memory
 
@@ -123,7 +123,7 @@ class LearningModel(SpacesModel):
         require_no_problems(f"options.{name}: {why}; remove {name}" for name, why in unread.items())
 
     @classmethod
-    def planned_dim(cls, usual: int | None, options: Mapping[str, Any]) -> int | None:
+    def planned_dim(cls, usual: int | None, options: Mapping[str, object]) -> int | None:
         """Return a planned model's D; None if it depends on the encoder.
 
         Args:
@@ -133,7 +133,7 @@ class LearningModel(SpacesModel):
         return None
 
     @classmethod
-    def check_plan(cls, old_dim: int, options: Mapping[str, Any]) -> None:
+    def check_plan(cls, old_dim: int, options: Mapping[str, object]) -> None:
         """Raise if dimensions are impossible, before an encoder or old model exists.
 
         Args:
@@ -156,7 +156,7 @@ class LearningModel(SpacesModel):
             new_ND: the new model's embeddings, for maps.
         """
 
-    def extra_columns(self, old: OldKnowledge) -> dict[str, NDArray[Any]]:
+    def extra_columns(self, old: OldKnowledge) -> dict[str, NDArray[np.number]]:
         """Return the method's additional columns by name, with a row per training image.
 
         Args:

@@ -16,6 +16,6 @@ class UnlabelledModel(BackboneModel):
     compares_by_l2 = True
 
     @classmethod
-    def embedding_dim_for(cls, encoder: Encoder, old: dict[str, Any] | None, options: dict[str, Any]) -> int:
+    def embedding_dim_for(cls, encoder: Encoder, old: dict[str, object] | None, options: dict[str, Any]) -> int:
         """Return ``dim``, or the backbone's width."""
         return options["dim"] if options.get("dim") is not None else encoder.embedding_dim

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -83,7 +82,7 @@ class Comparison:
         counts = [(str(count), f"{100 * count / len(self.old.ndcg_Q):.0f} %") for count in (self.found_less, self.negative_flips)]
         return [(self.queries.name, ""), value, (gain(self.gain.mean), interval((self.gain.low, self.gain.high))), *counts]
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, object]:
         """Return the row as JSON: fractions, differences and counts."""
         return {
             "queries": self.queries.name,

@@ -6,7 +6,7 @@ import base64
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from xcompat.core.markdown import markdown_templates, templates
 from xcompat.core.metric_names import metric_name
@@ -53,7 +53,7 @@ def render_markdown(report: Report) -> str:
     return page_template("results.md.j2").render(report=report, labels=labels, **_sentences(report))
 
 
-def _sentences(report: Report) -> dict[str, Any]:
+def _sentences(report: Report) -> dict[str, object]:
     meanings = metric_meanings(dict.fromkeys(name for case in report.cases for name in case.metrics))
     return {"verdicts": verdicts(report), "failed": failed_lines(report), "meanings": meanings}
 

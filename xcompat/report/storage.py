@@ -141,7 +141,7 @@ def save_report(folder: Path, report: Report) -> None:
     )
 
 
-def _criterion_json(criterion: Criterion) -> dict[str, Any]:
+def _criterion_json(criterion: Criterion) -> dict[str, object]:
     last = find_deciding_difference(criterion.differences)
     return asdict(criterion) | {
         "differences": [_described_difference(each) for each in criterion.differences],
@@ -150,7 +150,7 @@ def _criterion_json(criterion: Criterion) -> dict[str, Any]:
     }
 
 
-def _described_difference(difference: Difference) -> dict[str, Any]:
+def _described_difference(difference: Difference) -> dict[str, object]:
     described = asdict(difference) | {"outcome": difference.outcome}
     return {key: value for key, value in described.items() if key != "population" or value != ALL}
 
@@ -292,7 +292,7 @@ def _load_data(path: Path) -> dict[str, Any]:
         ) from None
 
 
-def _parse_layout(layout: _Layout, tensors: dict[str, np.ndarray]) -> dict[str, Any]:
+def _parse_layout(layout: _Layout, tensors: dict[str, np.ndarray]) -> dict[str, object]:
     def rows(kind: str, number: int, ndim: int = 1) -> np.ndarray:
         if tensors[f"{kind}.{number}"].ndim != ndim:
             raise ValueError(f"{kind}.{number} has the shape {tensors[f'{kind}.{number}'].shape}")

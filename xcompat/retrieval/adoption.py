@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -88,7 +88,7 @@ def adopt_faiss(
     index_file: Path,
     ids: Sequence[str] | None,
     model_or_fingerprint: Model,
-    metadata: Sequence[dict[str, Any] | None] | Callable[[Sequence[str]], Sequence[dict[str, Any] | None]] | None,
+    metadata: Sequence[Mapping[str, object] | None] | Callable[[Sequence[str]], Sequence[Mapping[str, object] | None]] | None,
     original_ids: Sequence[str] = (),
     numbers_rows: bool = False,
 ) -> tuple[Manifest, IndexFacts]:
@@ -146,7 +146,7 @@ def _find_same_gallery(
     return there if same else None
 
 
-def resync_faiss(staging: Staging, ids: Sequence[str] | None, metadata: Sequence[dict[str, Any] | None] | None) -> None:
+def resync_faiss(staging: Staging, ids: Sequence[str] | None, metadata: Sequence[Mapping[str, object] | None] | None) -> None:
     """Accept vectors added to an adopted index (:meth:`xcompat.retrieval.gallery.Gallery.resync`)."""
     gallery, manifest = staging.base, staging.base.manifest
     segment = next((segment for segment in gallery.segments if segment.record.adopted is not None), None)
@@ -339,7 +339,7 @@ def _all_names(gallery: Snapshot, segment: Segment, ids: Sequence[str] | None, o
     return names
 
 
-def _all_metadata(segment: Segment, names: list[str], metadata: Sequence[dict[str, Any] | None] | None) -> list[str | None]:
+def _all_metadata(segment: Segment, names: list[str], metadata: Sequence[Mapping[str, object] | None] | None) -> list[str | None]:
     if metadata is not None:
         return list(as_json(names, metadata))
     known = segment.metadata_text(np.arange(segment.record.rows))

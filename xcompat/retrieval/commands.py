@@ -257,7 +257,7 @@ def backfill(
 
 def info(gallery: Gallery, embedder: Embedder | None) -> dict[str, Any]:
     """Print a gallery's versions, matching queries and history, and return them."""
-    versions = list[dict[str, Any]]()
+    versions = list[dict[str, object]]()
     table = Table("version", "items", "dim", "queries that fit", title=f"{literal(gallery.path)}: {len(gallery):,} items")
     for version, count in gallery.counts().items():
         record = gallery.manifest.version(version.digest)
@@ -314,7 +314,7 @@ def find_alias(name: str) -> Fingerprint:
     return load_embedder(name).fingerprint
 
 
-def verify(gallery: Gallery) -> dict[str, Any]:
+def verify(gallery: Gallery) -> dict[str, object]:
     """Print damaged files; return them, and whether there are none."""
     try:
         wrong = gallery.damage()
@@ -327,7 +327,7 @@ def verify(gallery: Gallery) -> dict[str, Any]:
     return {"passed": not wrong, "items": len(gallery), "segments": len(gallery.segments), "damaged": list(wrong)}
 
 
-def doctor(gallery: Gallery, embedder: Embedder, originals: Originals, sample: int) -> dict[str, Any]:
+def doctor(gallery: Gallery, embedder: Embedder, originals: Originals, sample: int) -> dict[str, object]:
     """Print which embeddings a model made; return this, and whether it made its whole version."""
     from xcompat.retrieval.doctor import examine
 
@@ -350,7 +350,7 @@ def check_canary(gallery: Gallery, embedder: Embedder) -> dict[str, Any]:
     return {"passed": found.passed, "cosine": found.cosine, "stored": found.is_new, "model": found.model.digest}
 
 
-def print_findings(findings: list[Finding]) -> dict[str, Any]:
+def print_findings(findings: list[Finding]) -> dict[str, object]:
     """Print the doctor's findings; return them, and whether there are no foreign embeddings."""
     table = Table("", *(literal(short(finding.version)) for finding in findings))  # a column per version fits 80 characters
     rows = [_lines(finding) for finding in findings]
@@ -364,7 +364,7 @@ def print_findings(findings: list[Finding]) -> dict[str, Any]:
     return {"passed": not foreign, "versions": [_finding_as_json(finding) for finding in findings]}
 
 
-def _finding_as_json(finding: Finding) -> dict[str, Any]:
+def _finding_as_json(finding: Finding) -> dict[str, object]:
     numbers = {key: value if math.isfinite(value) else None for key in ("cosine", "length") for value in [getattr(finding, key)]}
     return {
         "name": finding.version.name,

@@ -116,7 +116,7 @@ class Fallback:
         return cls(**{**options, "model": model if isinstance(model, Embedder) else load_embedder(str(model), device)})
 
     @classmethod
-    def for_model(cls, model: object, device: torch.device | str, given: Mapping[str, Any] | None = None) -> Self | None:
+    def for_model(cls, model: object, device: torch.device | str, given: Mapping[str, object] | None = None) -> Self | None:
         """Load the old model from options or from a map's configuration, if any.
 
         Args:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
 from numpy.typing import ArrayLike
 
@@ -106,7 +106,7 @@ class Gallery(Snapshot):
         index: str | Path,
         ids: Sequence[str] | None,
         model_or_fingerprint: Model,
-        metadata: Sequence[dict[str, Any] | None] | None = None,
+        metadata: Sequence[Mapping[str, object] | None] | None = None,
     ) -> Self:
         """Adopt an existing faiss index in place, without copying vectors.
 
@@ -124,7 +124,7 @@ class Gallery(Snapshot):
         """
         return cls(path, adopt_faiss(Path(path), Path(index), ids, model_or_fingerprint, metadata)[0])
 
-    def resync(self, ids: Sequence[str] | None = None, metadata: Sequence[dict[str, Any] | None] | None = None) -> int:
+    def resync(self, ids: Sequence[str] | None = None, metadata: Sequence[Mapping[str, object] | None] | None = None) -> int:
         """Accept vectors added to the adopted index. Removed items stay removed.
 
         Args:
@@ -174,7 +174,7 @@ class Gallery(Snapshot):
         self,
         embeds_ND: ArrayLike,
         ids: Sequence[str],
-        metadata: Sequence[dict[str, Any] | None] | None = None,
+        metadata: Sequence[Mapping[str, object] | None] | None = None,
         version: Model | None = None,
         side_info_NS: ArrayLike | None = None,
         replace: bool = False,

@@ -80,7 +80,7 @@ def _write(text: str) -> None:
     sys.stdout.write(text)
 
 
-def _as_json(found: QueryResult) -> dict[str, Any]:
+def _as_json(found: QueryResult) -> dict[str, object]:
     hits = []
     for hit in found.hits:
         about = {**hit._asdict(), "version": str(hit.version)}
@@ -89,7 +89,7 @@ def _as_json(found: QueryResult) -> dict[str, Any]:
     return {**found._asdict(), "confidence": found.confidence, "hits": hits}
 
 
-def _as_rows(found: QueryResult) -> list[list[Any]]:
+def _as_rows(found: QueryResult) -> list[list[object]]:
     rows = []
     for rank, hit in enumerate(found.hits, 1):
         about = "" if hit.metadata is None else json.dumps(hit.metadata, ensure_ascii=False, default=str)

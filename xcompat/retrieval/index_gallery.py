@@ -115,7 +115,7 @@ def _folder(index: Path, names: list[str] | None, models: Iterable[Fingerprint |
     return cache / "xcompat" / "indexes" / f"{index.stem}-{digest[:16]}"
 
 
-def _metadata_of(originals: Originals, ids: Sequence[str]) -> list[dict[str, Any] | None]:
+def _metadata_of(originals: Originals, ids: Sequence[str]) -> list[dict[str, object] | None]:
     """Return each item's metadata, None for items without an original."""
     rows = {name: row for row, name in enumerate(originals.ids)}
     places_n = np.array([place for place, name in enumerate(ids) if name in rows], np.int64)

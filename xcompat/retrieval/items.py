@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -56,7 +55,7 @@ class Items:
 def check_items(
     embeds_ND: NDArray[np.float32],
     ids: Sequence[str],
-    metadata: Sequence[dict[str, Any] | None] | None,
+    metadata: Sequence[Mapping[str, object] | None] | None,
     side_info_NS: ArrayLike | None,
     metric: Metric,
 ) -> Items:
@@ -138,7 +137,7 @@ def check_ids(ids: Sequence[object]) -> None:
         seen.add(name)
 
 
-def as_json(ids: Sequence[str], metadata: Sequence[dict[str, Any] | None] | None) -> list[str | None]:
+def as_json(ids: Sequence[str], metadata: Sequence[Mapping[str, object] | None] | None) -> list[str | None]:
     """Return metadata as JSON texts; raise for values other than objects."""
     if metadata is None:
         return [None] * len(ids)
@@ -154,7 +153,7 @@ def as_json(ids: Sequence[str], metadata: Sequence[dict[str, Any] | None] | None
     return texts
 
 
-def _json_text(value: dict[str, Any], columns: JsonColumns) -> str:
+def _json_text(value: Mapping[str, object], columns: JsonColumns) -> str:
     try:
         text = json.dumps(value, allow_nan=False, ensure_ascii=False)
         text.encode()

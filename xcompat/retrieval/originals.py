@@ -131,7 +131,7 @@ class Images:
             yield np.concatenate([kept for kept, _ in made]), torch.cat([embeds for _, embeds in made]).numpy(force=True)
 
 
-def _other_metadata(captions: list[str], others: str | None) -> dict[str, Any] | None:
+def _other_metadata(captions: list[str], others: str | None) -> dict[str, object] | None:
     return ({CAPTION: captions[0]} if captions else {}) | (json.loads(others) if others is not None else {}) or None
 
 
@@ -218,7 +218,7 @@ def load_originals(
     path: str | Path,
     max_bad_share: float | None = None,
     metadata: bool | list[str] = True,
-    **options: Any,  # noqa: ANN401 - see below
+    **options: object,
 ) -> Originals:
     """Read images or texts from a path.
 

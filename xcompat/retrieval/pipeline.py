@@ -120,7 +120,7 @@ class CompatibleRetrievalPipeline(Pipeline):
         if self.fallback is not None:
             self.fallback.require(self.asking, self.gallery.manifest)
 
-    def _sanitize_parameters(self, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:  # noqa: ANN401
+    def _sanitize_parameters(self, **kwargs: object) -> tuple[dict[str, object], dict[str, object], dict[str, object]]:
         unknown = kwargs.keys() - set(_SEARCH)
         if unknown:
             raise XcompatError(f"a retrieval pipeline takes {', '.join(_SEARCH)}, not {min(unknown)}")
@@ -231,7 +231,7 @@ def _in_order(processor: Processor, embed: Callable[[dict[str, Tensor]], Tensor]
     return torch.cat(parts)[torch.from_numpy(order)]
 
 
-def as_vectors(query: Any) -> Any:  # noqa: ANN401 - whatever a user searches for
+def as_vectors(query: object) -> object:
     """Convert a vector to float32, and a matrix to a list of vectors; return anything else unchanged.
 
     Args:
@@ -246,7 +246,7 @@ def as_vectors(query: Any) -> Any:  # noqa: ANN401 - whatever a user searches fo
     return query
 
 
-def as_image(query: Any, allow_private_addresses: bool = False) -> Image.Image | None:  # noqa: ANN401 - whatever a user searches for
+def as_image(query: object, allow_private_addresses: bool = False) -> Image.Image | None:
     """Return a query's image in mode RGB; None for a text.
 
     Args:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -53,7 +52,7 @@ class Preparation:
     def __call__(self, images: Sequence[Image]) -> Tensor:
         """Preprocess RGB images: (B, 3, H, W) float32."""
         kept, (height, width) = SHAPES[self.shape], self.size
-        edge: Any = [height, width] if kept is None else round(min(self.size) / kept)
+        edge: object = [height, width] if kept is None else round(min(self.size) / kept)
         steps = [v2.Resize(edge, interpolation=InterpolationMode(self.filter), antialias=True), v2.CenterCrop([height, width])]
         first, last = (steps, [v2.PILToTensor()]) if self.backend == "PIL" else ([v2.PILToTensor()], steps)
         prepare = v2.Compose([*first, *last, v2.ToDtype(torch.float32, scale=True), v2.Normalize(self.mean, self.std)])

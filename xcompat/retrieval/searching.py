@@ -208,7 +208,7 @@ class Search:
         return [[hit._replace(confidence=confidence) for hit in each] for each, confidence in sure]
 
     def _rank_segments(
-        self, asked: list[Queries], k: int, where: dict[str, Any] | None, merge: Merge, parameters: str | None
+        self, asked: list[Queries], k: int, where: dict[str, object] | None, merge: Merge, parameters: str | None
     ) -> list[list[Hit]]:
         found = []
         for queries in asked:
@@ -263,7 +263,7 @@ class Search:
         version: VersionRecord,
         queries_Qd: NDArray[np.float32],
         top_k: int,
-        where: dict[str, Any] | None,
+        where: dict[str, object] | None,
         parameters: str | None,
     ) -> Candidates:
         """Find a version's nearest items; parameters apply to approximate indexes."""

@@ -172,7 +172,7 @@ class Segment:
         index = self.index if parameters is None else self._open_tuned(parameters)
         return index.search(queries_Qd, min(k, self.record.rows), kept_N)
 
-    def matching(self, where: dict[str, Any]) -> NDArray[np.bool_]:
+    def matching(self, where: dict[str, object]) -> NDArray[np.bool_]:
         """Return the mask (rows,) for rows that match a filter and are not removed; caches the last few.
 
         Args:
@@ -185,7 +185,7 @@ class Segment:
         self._matched = dict([*known.items(), (asked, found_N)][-FILTERS_KEPT:])  # a new dict: other threads may read the old
         return found_N
 
-    def _match(self, where: dict[str, Any]) -> NDArray[np.bool_]:
+    def _match(self, where: dict[str, object]) -> NDArray[np.bool_]:
         found_N = np.zeros(self.record.rows, bool)
         for start in range(0, self.record.rows, BLOCK):
             rows_n = np.arange(start, min(start + BLOCK, self.record.rows))
@@ -308,7 +308,7 @@ def _indices(rows_n: NDArray[np.int64]) -> pa.Array:
     return pa.array(np.asarray(rows_n, np.int64))
 
 
-def plain_filter(where: object) -> dict[str, Any]:
+def plain_filter(where: object) -> dict[str, object]:
     """Convert a metadata filter to plain JSON values instead of tuples, sets, arrays and NumPy values.
 
     Args:
@@ -326,7 +326,7 @@ def plain_filter(where: object) -> dict[str, Any]:
     return {key: _plain(value, key) for key, value in where.items()}
 
 
-def _plain(value: Any, key: str) -> Any:  # noqa: ANN401
+def _plain(value: object, key: str) -> object:
     value = value.tolist() if hasattr(value, "tolist") else value  # NumPy scalars too
     if isinstance(value, list | tuple | set | frozenset | range):
         return [_plain(each, key) for each in value]
@@ -339,7 +339,7 @@ def _plain(value: Any, key: str) -> Any:  # noqa: ANN401
     )
 
 
-def _matches(metadata: dict[str, Any] | None, where: dict[str, Any]) -> bool:
+def _matches(metadata: dict[str, object] | None, where: dict[str, object]) -> bool:
     found = metadata or {}
     # a missing key does not match None, else a misspelt key would match everything
     return all(key in found and found[key] in (wanted if isinstance(wanted, list) else [wanted]) for key, wanted in where.items())

@@ -101,7 +101,7 @@ class Snapshot:
                     found.update(zip([ids[place] for place in positions.tolist()], segment.vectors(rows), strict=True))
         return found
 
-    def facets(self, sample: int = SAMPLED, most: int = FACET_VALUES) -> dict[str, list[Any]]:
+    def facets(self, sample: int = SAMPLED, most: int = FACET_VALUES) -> dict[str, list[object]]:
         """Return metadata keys with repeated values, with their values, most frequent first.
 
         Args:

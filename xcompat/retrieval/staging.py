@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -239,7 +239,7 @@ class Staging:
             others = [version for other, version in present.items() if other != digest]
             require_common_search(self._made_by[digest], others, self.folder)
 
-    def publish(self, by: str, **state: Any) -> Manifest:  # noqa: ANN401 - fields of a manifest
+    def publish(self, by: str, **state: object) -> Manifest:
         """Write the next generation's manifest with changed fields."""
         update = {**state, "generation": self.manifest.generation + 1, "by": by}
         self.manifest = write_manifest(self.folder, self.manifest.model_copy(update=update))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 from PIL.Image import Image
 
@@ -45,7 +45,7 @@ def page(site: Site, direction: str, order: Order, number: int) -> str:
     )
 
 
-def _query(site: Site, judged: TestResults, number: int) -> dict[str, Any]:
+def _query(site: Site, judged: TestResults, number: int) -> dict[str, object]:
     questions, row = judged.questions, int(judged.rows_Q[number])
     shelf = site.shelves[questions.gallery]
     try:
@@ -72,7 +72,7 @@ def _query(site: Site, judged: TestResults, number: int) -> dict[str, Any]:
     }
 
 
-def _card(shelf: Shelf, hit: Hit, matches: bool) -> dict[str, Any]:
+def _card(shelf: Shelf, hit: Hit, matches: bool) -> dict[str, object]:
     image = shelf.image(hit.id, hit.metadata)
     return {
         "hit": hit,

@@ -6,7 +6,7 @@ import base64
 import io
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from urllib.parse import urlencode
 
 from rich.filesize import decimal
@@ -43,11 +43,11 @@ def _environment() -> Environment:
     return environment
 
 
-def _escape_value(value: Any) -> Any:  # noqa: ANN401 - whatever a template fills in
+def _escape_value(value: object) -> object:
     return visible(value) if type(value) is str else value  # not its subclass for HTML
 
 
-def render(template: str, **values: Any) -> str:  # noqa: ANN401 - what the template fills in
+def render(template: str, **values: object) -> str:
     """Fill in a template from this package."""
     return _environment().get_template(template).render(**values)
 
@@ -65,7 +65,7 @@ def image_uri(image: Image) -> str:
     return f"data:image/jpeg;base64,{base64.b64encode(buffer.getvalue()).decode()}"
 
 
-def link(values: dict[str, Any]) -> str:
+def link(values: dict[str, object]) -> str:
     """Return the address to restore the given values. Empty values are dropped.
 
     Example:
@@ -75,13 +75,13 @@ def link(values: dict[str, Any]) -> str:
     return "?" + urlencode({name: value for name, value in values.items() if value not in ("", [], None)}, doseq=True)
 
 
-def words_of(metadata: dict[str, Any] | None) -> str:
+def words_of(metadata: dict[str, object] | None) -> str:
     """Return an item's text or caption, or an empty string."""
     about = metadata or {}
     return next((str(about[key]) for key in (TEXT, CAPTION) if about.get(key)), "")
 
 
-def rest_of(item: str, metadata: dict[str, Any] | None) -> dict[str, Any]:
+def rest_of(item: str, metadata: dict[str, object] | None) -> dict[str, object]:
     """Return an item's metadata without its text, its caption and parts of its id."""
     told = (TEXT, CAPTION)
     return {key: value for key, value in (metadata or {}).items() if key not in told and not item.startswith(str(value))}

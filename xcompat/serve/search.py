@@ -134,7 +134,7 @@ def _search_side(shelf: Shelf, side: Side, query: str | Image, where: dict[str, 
         return str(error)
 
 
-def result_values(site: Site, shelf: Shelf, asked: SearchQuery, found: dict[str, list[Hit] | str]) -> dict[str, Any]:
+def result_values(site: Site, shelf: Shelf, asked: SearchQuery, found: dict[str, list[Hit] | str]) -> dict[str, object]:
     """Return the results' template values."""
     newest = shelf.gallery().generation
     lists = {label: hits for label, hits in found.items() if isinstance(hits, list)}
@@ -175,7 +175,7 @@ def _without_image(shelf: Shelf, columns: list[dict[str, Any]]) -> str:
     return f"{hits}: --images has only readable images of {' and '.join(source.path.name for source in shelf.sources)}"
 
 
-def _card(shelf: Shelf, side: Side, placed: PlacedHit, asked: SearchQuery, compared: bool) -> dict[str, Any]:
+def _card(shelf: Shelf, side: Side, placed: PlacedHit, asked: SearchQuery, compared: bool) -> dict[str, object]:
     hit = placed.hit
     image = shelf.image(hit.id, hit.metadata)
     move, moved, state = _move(placed, side.label != OLD) if compared else ("", "", "")

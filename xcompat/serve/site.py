@@ -200,8 +200,8 @@ class TestResults:
 
     questions: QuerySet
     rows_Q: NDArray[np.int64]
-    old_Q: NDArray[Any]
-    new_Q: NDArray[Any]
+    old_Q: NDArray[np.number]
+    new_Q: NDArray[np.number]
 
 
 @dataclass

@@ -79,7 +79,7 @@ def alias(store: Store, name: str) -> None:
     console.print(f"[green]✓[/] maps for {literal(model)} now work with vectors of {literal(made)} in {literal(store.uri)}")
 
 
-def doctor(uri: str, embedder: Embedder, held: SourceField, sample: int) -> dict[str, Any]:
+def doctor(uri: str, embedder: Embedder, held: SourceField, sample: int) -> dict[str, object]:
     """Print which stored vectors a model made; return this, and whether it made all."""
     from xcompat.retrieval.commands import print_findings
     from xcompat.stores.doctor import examine_store
@@ -159,7 +159,7 @@ def _look(store: Store, embedder: Embedder, held: SourceField | None) -> None:
 
 def plan(
     store: Store, mapping: AnyVectorSource, dtype: str, max_bad_share: float | None = None, old: Fingerprint | None = None
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Print a migration's size and duration, and return them. Use the arguments of :func:`xcompat.stores.migration.plan`."""
     found = migration.plan(store, mapping, dtype, max_bad_share, old)
     own = store.spaces()[store.space]
@@ -236,7 +236,7 @@ def status(store: Store) -> dict[str, Any]:
     return {"uri": str(store.uri), **found.model_dump(exclude={"sketch", "after"}), "missing": lacking}
 
 
-def verify(store: Store, mapping: AnyVectorSource) -> dict[str, Any]:
+def verify(store: Store, mapping: AnyVectorSource) -> dict[str, object]:
     """Check a filled space, and return the result. ``passed`` says whether it is ready for the switch."""
     found = migration.verify(store, mapping)
     console.print(f"{found.rows:,} rows, {found.missing:,} without a new vector")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import datasets as hf
 import numpy as np
@@ -36,7 +35,7 @@ class SourceField:
 
     def originals(self, rows: Rows) -> tuple[Originals, list[int]]:
         """Return the rows' contents, and the numbers of rows with contents."""
-        kept, values = list[int](), list[Any]()
+        kept, values = list[int](), list[object]()
         for row, value in enumerate(rows.contents or []):
             try:
                 values.append(parse_content(value, self.images))

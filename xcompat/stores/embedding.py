@@ -48,7 +48,7 @@ class FieldSource(VectorSource[Contents, EmbeddedContents]):
     @override
     def prepare(self, store: Store, rows: Rows) -> tuple[Rows, Contents]:
         assert rows.contents is not None
-        kept, values = list[int](), list[Any]()
+        kept, values = list[int](), list[object]()
         for row, (item, value) in enumerate(zip(rows.ids, rows.contents, strict=True)):
             try:
                 values.append(parse_content(value, self.images))
@@ -93,7 +93,7 @@ class Embedding(FieldSource):
         return self.model.fingerprint, self.model.dim
 
 
-def parse_content(value: Any, images: Path | None) -> Any:  # noqa: ANN401
+def parse_content(value: object, images: Path | None) -> object:
     """Return a text, or an image as in ``datasets``.
 
     Args:

@@ -52,7 +52,7 @@ class Records:
             self.exists = not self.client.in_transaction  # an open transaction can undo its creation
         return self.client.retry(lambda: self._read_record(key))
 
-    def _read_record(self, key: str) -> dict[str, Any] | None:
+    def _read_record(self, key: str) -> dict[str, object] | None:
         found = self.client.execute(sql.SQL(_READ).format(self.table), self.relation, key)
         return found[0][0] if found else None
 
@@ -67,7 +67,7 @@ class Records:
         """Replace a record, or delete it with None."""
         self.client.retry(lambda: self._put(key, value))
 
-    def _put(self, key: str, value: dict[str, Any] | None) -> None:
+    def _put(self, key: str, value: dict[str, object] | None) -> None:
         with self.client.connection.transaction():
             self.client.execute(sql.SQL(_MADE).format(self.table))
             self.client.execute(sql.SQL("DELETE FROM {} WHERE relation = %s AND key = %s").format(self.table), self.relation, key)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
@@ -93,10 +93,10 @@ def _difference(pair: Pair) -> str:
     return f"{snippet(pair.query, 60)}: {100 * pair.overlap:.0f} % the same; today {today}; new {new}"
 
 
-def as_json(shadow: Shadow, answer: Decision) -> dict[str, Any]:
+def as_json(shadow: Shadow, answer: Decision) -> dict[str, object]:
     """Return a comparison as JSON, with the largest differences first."""
 
-    def hits_of(hits: list[Hit]) -> list[dict[str, Any]]:
+    def hits_of(hits: list[Hit]) -> list[dict[str, object]]:
         return [{"id": hit.id, "score": hit.score} for hit in hits]
 
     pairs = [
@@ -109,7 +109,7 @@ def as_json(shadow: Shadow, answer: Decision) -> dict[str, Any]:
         }
         for each in sorted(shadow.pairs, key=lambda each: each.overlap)
     ]
-    measured: dict[str, Any] = {}
+    measured: dict[str, object] = {}
     if shadow.pairs:
         times = {name: shadow.milliseconds(side) for side, name in enumerate(("old", "new"))}
         measured = {

@@ -69,7 +69,7 @@ def to_atlas(run: Path, out: Path, items: int, seed: int, overwrite: bool) -> No
         raise XcompatError(f"{run}: cannot project: fewer than 5 test items, or old and new embeddings do not share a space")
     rows = sampled_rows(content.contestants.old, items, seed)
     described = {kind: list(_describe_items(test, kind, content, rows_P)) for kind, rows_P in rows.items()}
-    series, written = iter(panels[0].series), list[dict[str, Any]]()
+    series, written = iter(panels[0].series), list[dict[str, object]]()
     for side in ("old", "new"):
         for kind, about in described.items():
             points_P2 = next(series).points_N2
@@ -101,7 +101,7 @@ def _load_evaluated(run: Path, items: int, seed: int) -> tuple[ReportContent, Ev
     return ReportContent(evaluation, kept, model.config.model_type, tsne_pairs=items, seed=seed), test
 
 
-def _describe_items(test: EvaluationSet, kind: str, content: ReportContent, rows_P: np.ndarray) -> Iterator[dict[str, Any]]:
+def _describe_items(test: EvaluationSet, kind: str, content: ReportContent, rows_P: np.ndarray) -> Iterator[dict[str, object]]:
     """Yield id, text, image and search results of sampled items."""
     old, evaluation = content.contestants.old, content.evaluation
     if isinstance(test, PairTestSet):
@@ -137,7 +137,7 @@ def _search_results(evaluation: Evaluation, direction: str, row: int | None) -> 
     return ranks | {"gain": float(new - old)}
 
 
-def _write(rows: list[dict[str, Any]], out: Path, overwrite: bool, read: Path) -> None:
+def _write(rows: list[dict[str, object]], out: Path, overwrite: bool, read: Path) -> None:
     import pyarrow.parquet as pq
 
     image = pa.struct([("bytes", pa.binary()), ("path", pa.string())])

@@ -114,7 +114,7 @@ def _features(settings: StageRecipe, plain: Embedder) -> Embedder | None:
         return None
 
 
-def _solve_from_features(encoder: dict[str, Any], pairs: Paired, old: Described) -> QueryMapModel:
+def _solve_from_features(encoder: dict[str, object], pairs: Paired, old: Described) -> QueryMapModel:
     together = pairs.together()
     assert together.labels_N is not None
     options: dict[str, Any] = {"input": "penultimate", "encoder": encoder}

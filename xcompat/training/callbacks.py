@@ -36,7 +36,7 @@ class ProgressCallback(TrainerCallback):
         self._first_step = 0
         self._waiting = Waiting()
 
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:  # noqa: ANN401
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
         """Show the bar."""
         self._bar = progress_bar()
         self._bar.start()
@@ -44,15 +44,15 @@ class ProgressCallback(TrainerCallback):
         self._task = self._bar.add_task(self.description, total=state.max_steps, completed=state.global_step, rate="")
         self._waiting.begin()
 
-    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:  # noqa: ANN401
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
         """Count waiting time."""
         self._waiting.end()
 
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:  # noqa: ANN401
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
         """Exclude checkpoint time."""
         self._waiting.begin()
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:  # noqa: ANN401
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
         """Advance the bar."""
         assert self._bar is not None and self._task is not None
         elapsed = self._bar.tasks[0].elapsed or 0.0
@@ -62,7 +62,7 @@ class ProgressCallback(TrainerCallback):
         self._bar.update(self._task, completed=state.global_step, rate=line)
         self._waiting.begin()
 
-    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:  # noqa: ANN401
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
         """Remove the bar and print the losses."""
         self.close()
         losses = [float(entry["loss"]) for entry in state.log_history if "loss" in entry]
@@ -92,7 +92,7 @@ class EpochCallback(TrainerCallback):
     def __init__(self, *draws: object) -> None:
         self.draws = draws
 
-    def on_epoch_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:  # noqa: ANN401
+    def on_epoch_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
         """Set the epoch, a fraction after a resume."""
         for draw in self.draws:
             if hasattr(draw, "set_epoch"):
@@ -135,7 +135,7 @@ class DivergenceCallback(TrainerCallback):
         control: TrainerControl,
         logs: dict[str, float] | None = None,
         model: nn.Module | None = None,
-        **_: Any,  # noqa: ANN401
+        **_: object,
     ) -> None:
         """Raise if loss or weights are not finite."""
         loss, norm = (float((logs or {}).get(key, 0.0)) for key in ("loss", "grad_norm"))
@@ -184,7 +184,7 @@ class HistoryCallback(TrainerCallback):
     def __init__(self, file: Path) -> None:
         self.file = file
 
-    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:  # noqa: ANN401
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
         """Write the file."""
         if state.is_world_process_zero:
             write_json(self.file, state.log_history)
@@ -197,7 +197,7 @@ class InterruptCallback(TrainerCallback):
         self.interrupted = False
         self._signals = Interrupts()
 
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:  # noqa: ANN401
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
         """Take over the signals."""
         self._signals.__enter__()
 
@@ -206,7 +206,7 @@ class InterruptCallback(TrainerCallback):
             return self._signals.asked
         return bool(mean_over_ranks(torch.tensor(float(self._signals.asked), device=args.device)) > 0)
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:  # noqa: ANN401
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
         """Save and stop after a signal, in all processes at the next logged step."""
         if is_distributed() and not control.should_log:
             return  # the exchange waits for the GPU, which logging does anyway
@@ -214,7 +214,7 @@ class InterruptCallback(TrainerCallback):
         if self.interrupted:
             control.should_log = control.should_save = control.should_training_stop = True  # log: a resume needs the sums
 
-    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:  # noqa: ANN401
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
         """Restore the signal handlers."""
         self.release()
         self.interrupted = self._is_stop_requested(args)

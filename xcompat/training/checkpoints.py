@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
@@ -21,7 +20,7 @@ _UNFINISHED = ".tmp??????"  # unfinished files of safetensors
 class CheckpointCallback(TrainerCallback):
     """Flush checkpoints to disk and record checksums."""
 
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:  # noqa: ANN401
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
         """Wait for all processes, then record checksums."""
         barrier()
         if is_main_process():

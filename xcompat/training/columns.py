@@ -56,7 +56,7 @@ def labelled_columns(
     old: FrozenModel,
     independent: Callable[[], Embedder],
     cache: Callable[[FrozenModel], EmbeddingCache],
-) -> tuple[dict[str, Any], dict[str, Embedder]]:
+) -> tuple[dict[str, object], dict[str, Embedder]]:
     """Prepare a method for labelled images, and return its extra columns.
 
     Args:

@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from accelerate.utils import find_batch_size
@@ -95,7 +94,7 @@ class CostCallback(TrainerCallback):
                 here = mask.sum(dtype=torch.int64) if mask is not None else torch.tensor(ids.numel())
                 self._tokens = self._tokens.to(here.device) + here
 
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:  # noqa: ANN401
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
         """Start the clock with the checkpoint's sums."""
         self._before = _last_sums(state.log_history)
         if self._before:  # older checkpoints have steps instead of samples
@@ -103,7 +102,7 @@ class CostCallback(TrainerCallback):
         self._peak = PeakMemory(args.device)
         self._begun = time.perf_counter()
 
-    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:  # noqa: ANN401
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
         """Add the sums to the last log entry."""
         seen = torch.stack([torch.tensor(self._samples, device=args.device), self._tokens.to(args.device)])
         samples, tokens = sum_over_ranks(seen).tolist()
@@ -124,7 +123,7 @@ class CostCallback(TrainerCallback):
         state: TrainerState,
         control: TrainerControl,
         model: torch.nn.Module | None = None,
-        **_: Any,  # noqa: ANN401
+        **_: object,
     ) -> None:
         """Write the file."""
         sums = _last_sums(state.log_history)

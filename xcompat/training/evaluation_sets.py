@@ -241,7 +241,7 @@ class LabelledTestSet(EvaluationSet):
         return {IMAGE_TO_IMAGE: QuerySet(IMAGES, "queries", image, classes.__getitem__, matches, own_id)}
 
 
-def _dot_product_sides(asking: EmbeddedImages, searched: EmbeddedImages) -> tuple[NDArray[Any], NDArray[Any]]:
+def _dot_product_sides(asking: EmbeddedImages, searched: EmbeddedImages) -> tuple[NDArray[np.number], NDArray[np.number]]:
     """Return queries and gallery whose dot products rank the gallery."""
     queries_QD, gallery_GD = np.asarray(asking.query_embeds_QD), np.asarray(searched.gallery_embeds_GD)
     if asking.metric == "cosine":

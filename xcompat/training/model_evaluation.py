@@ -96,7 +96,7 @@ def embed_new(
 
 def use_chosen_reranking(settings: EvaluationSettings, model: CompatModel) -> EvaluationSettings:
     """Return settings with the model's re-ranking weight and number of hits, unless set."""
-    config, chosen = model.config, dict[str, Any]()
+    config, chosen = model.config, dict[str, object]()
     if settings.rerank_weight is None:
         chosen["rerank_weight"] = config.rerank_old_weight
     if settings.rerank is True:

@@ -56,7 +56,7 @@ MOMENTUM = "momentum=0.9"
 _BY_LAYER = "lars needs the norm of each layer's weights, but {} splits layers; launch without it, or use sgd"
 
 
-def check_optimiser(given: Mapping[str, Any]) -> None:
+def check_optimiser(given: Mapping[str, object]) -> None:
     """Raise if an optimiser is unsupported or would ignore a setting.
 
     Args:

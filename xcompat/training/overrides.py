@@ -11,7 +11,7 @@ from xcompat.training.stage_recipe import STAGE_PREFIX
 from xcompat.training.yaml_files import RecipeLoader, parse_yaml
 
 
-def refuse_shadowed(raw: dict[str, Any], key: str) -> None:
+def refuse_shadowed(raw: dict[str, object], key: str) -> None:
     """Refuse an override hidden by a stage's own setting.
 
     Args:
@@ -32,7 +32,7 @@ def refuse_shadowed(raw: dict[str, Any], key: str) -> None:
             raise XcompatError(f"stage {number} ({name}) sets {whole} itself: override stages.{name}.{inner}")
 
 
-def _follow_key(stage: dict[str, Any], parts: list[str]) -> tuple[list[str], Any]:
+def _follow_key(stage: dict[str, object], parts: list[str]) -> tuple[list[str], object]:
     """Follow a key to the first value that is not a dictionary; return the parts and the value."""
     place: Any = stage
     for depth, part in enumerate(parts):
@@ -68,7 +68,7 @@ def apply_override(raw: dict[str, Any], override: str) -> None:
     place[last] = parsed
 
 
-def _section(place: Any, where: list[str], key: str, name: str) -> Any:  # noqa: ANN401 - what YAML holds
+def _section(place: Any, where: list[str], key: str, name: str) -> object:  # noqa: ANN401 - what YAML holds
     _require_keys(place, where, key)
     if place.get(name) is None:
         place[name] = {}
@@ -81,7 +81,7 @@ def _require_keys(place: Any, where: list[str], key: str) -> None:  # noqa: ANN4
         raise XcompatError(f"{key}: {whole} is not a mapping; set {whole} as a whole")
 
 
-def _entry(entries: list[Any], which: str, key: str) -> Any:  # noqa: ANN401 - what YAML holds
+def _entry(entries: list[object], which: str, key: str) -> object:
     if which.isdigit() and int(which) < len(entries):
         return entries[int(which)]
     named = {str(name): each for each in reversed(entries) if isinstance(each, dict) and (name := _name(each)) is not None}

@@ -169,7 +169,7 @@ def _read(path: Path) -> dict[str, Any]:
     return raw
 
 
-def parse_recipe(raw: dict[str, Any], default_name: str, where: str, is_quick: bool = False) -> Recipe:
+def parse_recipe(raw: dict[str, object], default_name: str, where: str, is_quick: bool = False) -> Recipe:
     """Validate a parsed recipe.
 
     Args:
@@ -187,8 +187,8 @@ def parse_recipe(raw: dict[str, Any], default_name: str, where: str, is_quick: b
     return recipe
 
 
-def _examine(raw: dict[str, Any], default_name: str, where: str, is_quick: bool) -> tuple[Recipe | None, list[str]]:
-    top: dict[str, Any] = {
+def _examine(raw: dict[str, object], default_name: str, where: str, is_quick: bool) -> tuple[Recipe | None, list[str]]:
+    top: dict[str, object] = {
         key: raw[key] for key in ("name", "output_dir", "cache_dir", "seed", "seeds", "plain_map") if key in raw
     }
     shared = {key: value for key, value in raw.items() if key not in {*top, "stages"}}
@@ -219,11 +219,11 @@ def _validate(given: dict[str, Any], context: dict[str, Any] | None, problems: l
         return None
 
 
-def _prune(given: dict[str, Any], places: Iterable[tuple[int | str, ...]]) -> dict[str, Any]:
+def _prune(given: dict[str, object], places: Iterable[tuple[int | str, ...]]) -> dict[str, object]:
     """Remove the value at each place of pydantic, which also contains names of types."""
     kept = copy.deepcopy(given)
     for place in places:
-        inner: Any = kept
+        inner: object = kept
         last: tuple[dict[str, Any], str] | None = None
         for part in place:
             if isinstance(inner, dict) and part in inner:

@@ -147,19 +147,19 @@ def trained_length(folder: Path) -> tuple[int, float] | None:
     return (int(last["step"]), float(last["epoch"])) if {"step", "epoch"} <= last.keys() else None
 
 
-def dump_settings(settings: StageRecipe, seed: int) -> dict[str, Any]:
+def dump_settings(settings: StageRecipe, seed: int) -> dict[str, object]:
     """Return a stage's settings, seed and checksums of own Python files as JSON, for :func:`write_recipe`."""
     own = {name: file_record(class_file(name)).xxh3 for name in settings.own_classes()}
     return settings.resolve_training() | {"seed": seed} | ({"code": own} if own else {})
 
 
-def write_recipe(folder: Path, settings: dict[str, Any]) -> None:
+def write_recipe(folder: Path, settings: dict[str, object]) -> None:
     """Write a stage's settings into its folder."""
     with atomic_path(folder / RECIPE) as temporary:
         temporary.write_text(yaml.safe_dump(settings, sort_keys=False, allow_unicode=True), encoding="utf-8")
 
 
-def read_started_settings(folder: Path) -> dict[str, Any]:
+def read_started_settings(folder: Path) -> dict[str, object]:
     """Read a stage's settings at its start, with defaults for newer settings.
 
     Args:
@@ -181,7 +181,7 @@ def read_started_settings(folder: Path) -> dict[str, Any]:
     return {**written, "seed": None, **kept}
 
 
-def differences(settings: dict[str, Any], begun: dict[str, Any], learns_from_texts: bool) -> list[str]:
+def differences(settings: dict[str, object], begun: dict[str, object], learns_from_texts: bool) -> list[str]:
     """Return the sorted keys of changed settings that affect training.
 
     Args:
@@ -198,7 +198,7 @@ def differences(settings: dict[str, Any], begun: dict[str, Any], learns_from_tex
     return sorted(deep for key in kept for deep in _changed_keys(now.get(key), then.get(key), key))
 
 
-def _changed_keys(now: Any, then: Any, key: str) -> Iterator[str]:  # noqa: ANN401 - what YAML holds
+def _changed_keys(now: object, then: object, key: str) -> Iterator[str]:
     if isinstance(now, dict) and isinstance(then, dict):
         for inner in {*now, *then}:
             yield from _changed_keys(now.get(inner), then.get(inner), f"{key}.{inner}")
@@ -206,13 +206,13 @@ def _changed_keys(now: Any, then: Any, key: str) -> Iterator[str]:  # noqa: ANN4
         yield key
 
 
-def test_settings(settings: dict[str, Any]) -> dict[str, Any]:
+def test_settings(settings: dict[str, object]) -> dict[str, object]:
     """Return a stage's settings of test data."""
     flat = _flat(settings)
     return {key: flat.get(key) for key in JUDGED_ON}
 
 
-def _flat(settings: dict[str, Any]) -> dict[str, Any]:
+def _flat(settings: dict[str, object]) -> dict[str, object]:
     parts = {name: settings.get(name) or {} for name in ("data", "options")}
     inner = {f"{name}.{key}": value for name, part in parts.items() if isinstance(part, dict) for key, value in part.items()}
     return {key: value for key, value in settings.items() if key not in parts} | inner

@@ -32,7 +32,7 @@ class RefreshCallback(TrainerCallback):
         self.dataset = dataset
         self.collator = collator
 
-    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:  # noqa: ANN401
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
         """Set the progress, and refresh if due."""
         self.model.progress = state.global_step / state.max_steps
         if state.global_step in {round(share * state.max_steps) for share in self.model.refresh_at}:

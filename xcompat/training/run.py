@@ -323,7 +323,7 @@ class StageRun(Stage):
         return False
 
     def _write_report(
-        self, contestants: EvaluatedModels, test: EvaluationSet, folder: Path, about: dict[str, Any], model: CompatModel
+        self, contestants: EvaluatedModels, test: EvaluationSet, folder: Path, about: dict[str, object], model: CompatModel
     ) -> None:
         content = make_report(
             contestants,

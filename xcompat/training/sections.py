@@ -75,7 +75,7 @@ def _has_one_place(template: str) -> bool:
     return places == [""]
 
 
-def _is_of_several(given: Any) -> Literal["One", "Several"]:  # noqa: ANN401 - what YAML holds
+def _is_of_several(given: object) -> Literal["One", "Several"]:
     several = isinstance(given, dict) and given and not given.keys() & ZeroShotSettings.model_fields.keys()
     return "Several" if several else "One"
 

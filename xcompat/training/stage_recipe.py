@@ -100,7 +100,7 @@ class StageRecipe(Section):
 
     @field_validator(*ROLES, mode="before")
     @classmethod
-    def _name_alone(cls, value: Any) -> Any:  # noqa: ANN401 - whatever the YAML holds
+    def _name_alone(cls, value: object) -> object:
         return {"name": value} if isinstance(value, str) else value
 
     @field_validator("name")
@@ -131,12 +131,12 @@ class StageRecipe(Section):
 
     @field_validator("training")
     @classmethod
-    def _known_training(cls, value: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
+    def _known_training(cls, value: dict[str, object], info: ValidationInfo) -> dict[str, object]:
         return check_training(value, is_quick(info))
 
     @field_validator("options")
     @classmethod
-    def _known_options(cls, value: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
+    def _known_options(cls, value: dict[str, object], info: ValidationInfo) -> dict[str, object]:
         method = info.data.get("method")
         if method == AUTO_MAP and value:
             raise ValueError(f"options {', '.join(value)} need a method; set method: query_map, or another method")
@@ -253,7 +253,7 @@ class StageRecipe(Section):
         if self.data.old_reads == "captions":
             raise XcompatError(f"{where}, but the old model reads captions and the new model reads images; {fix}")
 
-    def resolve_training(self) -> dict[str, Any]:
+    def resolve_training(self) -> dict[str, object]:
         """Return the settings of training as JSON, with defaults."""
         described = self.model_dump(mode="json", exclude={"evaluation"})
         return described | {"options": usual_options(self.method) | described["options"]}

@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 METHODS_FILE = Path(__file__).resolve().parents[1] / "methods" / "methods.json"
 """Written by ``python docs/options.py``. A method that it lacks is imported instead."""
-KNOWN_TYPES: dict[str, Any] = {"Any": Any, "Annotated": Annotated, "Field": Field, "Literal": Literal, "__builtins__": {}}
+KNOWN_TYPES: dict[str, object] = {"Any": Any, "Annotated": Annotated, "Field": Field, "Literal": Literal, "__builtins__": {}}
 KNOWN_TYPES |= {each.__name__: each for each in (bool, int, float, str, list, dict)}
 """Names in types that can be checked here; other types need their library."""
 
 
-def trainer_fields() -> dict[str, Any]:
+def trainer_fields() -> dict[str, object]:
     """Return the fields of ``TrainingArguments`` with types; ``Any`` for types other than built-in types.
 
     Returns:
@@ -64,7 +64,7 @@ def method_names() -> list[str]:
     return sorted({*own, *entry_point_names("xcompat.methods"), *getattr(registry, "METHODS", ())})
 
 
-def method_options(method: str) -> dict[str, Any]:
+def method_options(method: str) -> dict[str, object]:
     """Return a method's own options with types.
 
     Args:
@@ -126,7 +126,7 @@ def _transformers(inside: str) -> Path:
     return Path(spec.origin).parent / inside
 
 
-def _fields(declared: ast.ClassDef) -> dict[str, Any]:
+def _fields(declared: ast.ClassDef) -> dict[str, object]:
     return {
         node.target.id: _type(ast.unparse(node.annotation))
         for node in declared.body

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-DEFAULTS: dict[str, Any] = {
+DEFAULTS: dict[str, object] = {
     "dataloader_drop_last": True,  # ranks must gather equal shapes, and a padded batch would hold false negatives
     "logging_steps": 10,
     "save_total_limit": 2,
@@ -57,7 +57,7 @@ DEFAULTS: dict[str, Any] = {
     "trackio_static_space_id": False,  # otherwise push_to_hub publishes Trackio's log in a Space
 }
 """Changed defaults of transformers; recipes may set them."""
-NEEDED: dict[str, Any] = {
+NEEDED: dict[str, object] = {
     "remove_unused_columns": False,
     "logging_nan_inf_filter": False,  # it would hide what DivergenceCallback looks for
 }

@@ -15,7 +15,7 @@ from xcompat.encoders.adapter_settings import AdapterConfig
 from xcompat.training.optimiser import check_optimiser
 from xcompat.training.static_options import method_options, trainer_fields
 
-BOUNDS: dict[str, Any] = {
+BOUNDS: dict[str, object] = {
     **dict.fromkeys(("per_device_train_batch_size", "gradient_accumulation_steps"), Field(ge=1)),
     **dict.fromkeys(("save_total_limit", "torch_empty_cache_steps", "dataloader_prefetch_factor"), Field(ge=1)),
     **dict.fromkeys(("learning_rate", "adam_epsilon", "logging_steps", "save_steps"), Field(gt=0)),
@@ -24,7 +24,7 @@ BOUNDS: dict[str, Any] = {
 }
 """Bounds of ``TrainingArguments`` that transformers does not check, but training needs."""
 _LEVELS = Literal["detail", "debug", "info", "warning", "error", "critical", "passive"]
-CHOICES: dict[str, Any] = {
+CHOICES: dict[str, object] = {
     "log_level": _LEVELS,
     "log_level_replica": _LEVELS,
     "dataloader_multiprocessing_context": Literal["fork", "spawn", "forkserver"] | None,
@@ -67,7 +67,7 @@ REFUSED: dict[str, str] = {
 _NEED_A_TEST_SET = {"lr_scheduler_type": ("reduce_lr_on_plateau", "greedy"), "save_strategy": ("best",)}
 
 
-def check_training(given: Mapping[str, Any], is_quick: bool = False) -> dict[str, Any]:
+def check_training(given: Mapping[str, object], is_quick: bool = False) -> dict[str, object]:
     """Refuse unknown or invalid fields of ``TrainingArguments``.
 
     Args:
@@ -108,7 +108,7 @@ def _duration_problems(given: Mapping[str, Any]) -> Iterator[str]:
         yield f"training.max_steps: {given['max_steps']} trains nothing; set 1 or more, or remove it for num_train_epochs"
 
 
-def _check_each(given: Mapping[str, Any], check: Callable[[str, Any], Any]) -> tuple[dict[str, Any], list[str]]:
+def _check_each(given: Mapping[str, Any], check: Callable[[str, object], object]) -> tuple[dict[str, object], list[str]]:
     """Return the checked values, and the problems of the others."""
     checked: dict[str, Any] = {}
     problems: list[str] = []
@@ -118,7 +118,7 @@ def _check_each(given: Mapping[str, Any], check: Callable[[str, Any], Any]) -> t
     return checked, problems
 
 
-def dependent_fields(given: Mapping[str, Any]) -> Iterator[tuple[str, bool, str]]:
+def dependent_fields(given: Mapping[str, object]) -> Iterator[tuple[str, bool, str]]:
     """Yield fields that depend on others: name, whether they are read, and why not.
 
     Args:
@@ -154,26 +154,26 @@ def dependent_fields(given: Mapping[str, Any]) -> Iterator[tuple[str, bool, str]
         yield from ((name, is_read, why) for name in names)
 
 
-def _plain_value(value: Any) -> str:  # noqa: ANN401 - a text, or one of transformers' enumerations
+def _plain_value(value: object) -> str:
     return str(getattr(value, "value", value))
 
 
 @cache
-def _imported_hints() -> dict[str, Any]:
+def _imported_hints() -> dict[str, object]:
     from transformers import TrainingArguments
 
     hints = get_type_hints(TrainingArguments)
     return {field.name: hints[field.name] for field in fields(TrainingArguments)}
 
 
-def is_default(key: str, value: Any) -> bool:  # noqa: ANN401 - whatever the YAML holds
+def is_default(key: str, value: object) -> bool:
     """Return whether a field of ``TrainingArguments`` has its default."""
     from transformers import TrainingArguments
 
     return bool(value == getattr(TrainingArguments, key, []))  # default lists are no class attributes
 
 
-def check_options(method: str, given: Mapping[str, Any], known: Collection[str], is_quick: bool = False) -> dict[str, Any]:
+def check_options(method: str, given: Mapping[str, object], known: Collection[str], is_quick: bool = False) -> dict[str, object]:
     """Refuse unknown or invalid options of a method.
 
     Args:
@@ -200,20 +200,20 @@ def check_options(method: str, given: Mapping[str, Any], known: Collection[str],
     return checked
 
 
-def _option_hints(method: str) -> dict[str, Any]:
+def _option_hints(method: str) -> dict[str, object]:
     from xcompat.models.registry import load_method
 
     return _hints_of(load_method(method).config_class)
 
 
 @cache
-def _hints_of(config: type) -> dict[str, Any]:
+def _hints_of(config: type) -> dict[str, object]:
     import torch
 
     return get_type_hints(config, localns={"torch": torch}, include_extras=True)
 
 
-def _check(key: str, hint: Any, value: Any, bound: Any = None) -> Any:  # noqa: ANN401 - a type annotation, a Field
+def _check(key: str, hint: Any, value: Any, bound: Any = None) -> object:  # noqa: ANN401 - a type annotation, a Field
     """Return the value, as an integer if needed."""
     try:
         read = TypeAdapter(hint if bound is None else Annotated[hint, bound]).validate_python(value)
@@ -239,7 +239,7 @@ def _explain(place: str, hint: Any, error: Any) -> str:  # noqa: ANN401 - a type
 def keys_at(model: Any, location: tuple[int | str, ...]) -> list[str]:  # noqa: ANN401 - a type annotation
     """Return the keys that a place in nested models can have."""
 
-    def models_in(annotation: Any) -> list[type[BaseModel]]:  # noqa: ANN401
+    def models_in(annotation: object) -> list[type[BaseModel]]:
         if isinstance(annotation, type) and issubclass(annotation, BaseModel):
             return [annotation]
         return [found for argument in get_args(annotation) for found in models_in(argument)]

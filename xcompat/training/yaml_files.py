@@ -78,7 +78,7 @@ class _TooMuch(yaml.YAMLError):
     """A document beyond the limits of this module."""
 
 
-def parse_yaml(text: str, loader: type[LimitedLoader] = LimitedLoader) -> Any:  # noqa: ANN401 - whatever the YAML holds
+def parse_yaml(text: str, loader: type[LimitedLoader] = LimitedLoader) -> object:
     """Parse YAML.
 
     Args:

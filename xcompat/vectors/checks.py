@@ -96,7 +96,7 @@ def check_rows(
     return CheckedRows(rows_ND, usable_N, tuple(notes))
 
 
-def require_floats(rows_ND: NDArray[Any], where: object) -> None:
+def require_floats(rows_ND: NDArray[np.number], where: object) -> None:
     """Raise unless an array is a matrix of floats with at least 1 row."""
     if rows_ND.ndim != 2 or not rows_ND.size or rows_ND.dtype.kind != "f":
         raise XcompatError(f"{where} holds {rows_ND.dtype} of shape {rows_ND.shape}; embeddings are floats, N x D")
@@ -126,7 +126,7 @@ def first_not_unit(embeds_BD: Tensor) -> tuple[int, str] | None:
     return row, f"{problem}; {fix}"
 
 
-def _lengths(rows_ND: NDArray[Any], start: int) -> NDArray[np.float64]:
+def _lengths(rows_ND: NDArray[np.number], start: int) -> NDArray[np.float64]:
     """Return the row lengths of a block, in float64 if float32 cannot tell them from 1."""
     rows_BD = np.asarray(rows_ND[start : start + BLOCK])
     with np.errstate(over="ignore", invalid="ignore"):
@@ -143,7 +143,7 @@ def _quote(ids: Sequence[str] | None, row: int) -> str:
     return f" ({ids[row]!r})" if ids is not None else ""
 
 
-def _describe_row(row_D: NDArray[Any]) -> str:
+def _describe_row(row_D: NDArray[np.number]) -> str:
     if np.isnan(row_D).all():
         return "has no embedding"
     return "holds only zeros" if np.isfinite(row_D).all() else "holds values that are not finite"

@@ -70,7 +70,7 @@ def parse_vector(text: str, where: object) -> NDArray[np.float32]:
         raise XcompatError(f"{where} holds no vector ({text[:40]!r}); write numbers in brackets, or base64 of float32") from error
 
 
-def _parse(line: bytes, file: Path, number: int) -> Any:  # noqa: ANN401 - JSON
+def _parse(line: bytes, file: Path, number: int) -> object:
     try:
         return json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -95,7 +95,7 @@ def _items(document: Any) -> list[Any] | None:  # noqa: ANN401 - JSON
     return _items(values[0]) if len(values) == 1 else None  # e.g. an answer of GraphQL
 
 
-def _list_at(document: Mapping[str, Any], path: tuple[str, ...]) -> list[Any] | None:
+def _list_at(document: Mapping[str, object], path: tuple[str, ...]) -> list[object] | None:
     """Return the list at a path of keys, or the values there with their keys as ids."""
     found: Any = document
     for key in path:

@@ -158,7 +158,7 @@ def read_header(file: Path) -> list[str]:
         return next(csv.reader(lines, delimiter=delimiter_of(file)), [])
 
 
-def first_object(file: Path) -> dict[str, Any] | None:
+def first_object(file: Path) -> dict[str, object] | None:
     """Return the first JSON line with an embedding, else the first line; None for an empty file.
 
     Raises:

@@ -174,7 +174,7 @@ def _number_of(file: Path) -> tuple[int, str]:
     return (int(numbers[-1]) if numbers else 0), "" if numbers else file.stem
 
 
-def _dequantise(path: Path, rows_ND: NDArray[Any]) -> NDArray[Any]:
+def _dequantise(path: Path, rows_ND: NDArray[np.number]) -> NDArray[np.number]:
     if rows_ND.ndim != 2:
         raise XcompatError(f"{path} holds {rows_ND.dtype} of shape {rows_ND.shape}; embeddings are N x D")
     scale, offset = (_steps(file, rows_ND.shape) for file in steps_beside(path))

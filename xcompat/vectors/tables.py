@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 EMBEDDING = EMBEDDING_COLUMNS[0]
 
 
-def read_tables(files: list[Path], columns: Columns) -> tuple[NDArray[Any], list[str]]:
+def read_tables(files: list[Path], columns: Columns) -> tuple[NDArray[np.number], list[str]]:
     """Copy the embeddings of tables into an unnamed temporary file, block by block.
 
     Args:
@@ -122,7 +122,7 @@ def rows_of_batch(where: object, before: int, batch: pa.RecordBatch, dim: int | 
     values = lists.flatten()
     is_float32 = not (pa.types.is_float16(kind.value_type) or kind.value_type == pa.int8())
     values_nd = values.cast(pa.float32()) if values.null_count or is_float32 else values
-    rows_nd: NDArray[Any] = values_nd.to_numpy(zero_copy_only=False).reshape(-1, dim)
+    rows_nd: NDArray[np.number] = values_nd.to_numpy(zero_copy_only=False).reshape(-1, dim)
     if kind.value_type == pa.int8():
         rows_nd = normalise_rows(rows_nd * _scales(where, batch.filter(pa.array(given_B)))[:, None]).astype(np.float16)
     if given_B.all():
@@ -246,7 +246,7 @@ def _read_json_lines(file: Path, columns: Columns) -> tuple[list[str], Iterator[
     return names, iter(arrow_json.open_json(str(file), arrow_json.ReadOptions(block_size=LONGEST_LINE), parsing))
 
 
-def _is_nested(first: dict[str, Any], columns: Columns) -> bool:
+def _is_nested(first: dict[str, object], columns: Columns) -> bool:
     """Return whether lines like the first line are parsed singly: vectors are text, named, or deeper in the line."""
     vector = columns.find_vector(list(first))
     if vector is None:
