@@ -227,7 +227,8 @@ class LearningModel(SpacesModel):
         wanted = self._needs_loss(batch) if return_loss is None else return_loss
         if wanted:
             self.require_columns(batch, self.required_columns(batch))
-        has_no_source = self.embeds_in_memory and batch.keys().isdisjoint(self.embedded)  # images or texts for a map
+        # images or texts for a map; torch.compile cannot trace isdisjoint of keys
+        has_no_source = self.embeds_in_memory and not any(name in batch for name in self.embedded)
         output = self.embed_inputs(batch) if has_no_source else self.embed_batch(batch)
         if wanted:
             output.loss = self.loss(output, batch)
