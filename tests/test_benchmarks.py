@@ -325,6 +325,7 @@ GPU_LINES = (
     "pair stage, 8 pairs in parts of 4, FSDP2 on one GPU",
     "text embedding, from tokens",
     "text embedding, from strings",
+    "re-ranking 8 hits per query",
 )
 
 
@@ -405,6 +406,18 @@ def test_on_a_gpu_the_pair_stage_is_launched_with_the_projects_fsdp_config(throu
     config = Path(command[command.index("--config_file") + 1])
     assert config == ROOT / "accelerate_configs" / "fsdp2.yaml" and config.exists()
     assert command[command.index("--num_processes") + 1] == "1" and command[-2:] == [parts.__file__, "out.json"]
+
+
+def test_wheels_for_a_gpu_are_pinned_and_fit_their_folders(throughput: Any, benchmark: Any) -> None:
+    wheels = benchmark("wheels")
+    assert wheels.fill_folders({"a": 3, "b": 5, "c": 4, "d": 9}, most=8) == [["d"], ["b", "a"], ["c"]]
+    needed = wheels.find_dependencies(wheels.NEEDED)
+    assert {"xcompat", "faiss-cpu", "torch", "pyarrow", "scipy"} <= needed, "scipy of scikit-learn among them"
+    constraints = wheels.CONSTRAINTS.read_text(encoding="utf-8")
+    pinned = list(wheels.pin_versions(("pyarrow", "torchvision"), constraints, "2.11"))
+    assert pinned[0].startswith("pyarrow==") and pinned[1] == "torchvision==0.26.*"
+    with pytest.raises(ValueError, match="nowhere is not in constraints"):
+        list(wheels.pin_versions(["nowhere"], constraints, "2.11"))
 
 
 def test_the_page_for_gpus_has_its_markers_once(throughput: Any) -> None:

@@ -9,16 +9,34 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from setting import ROUNDS, TOKENS, WORDS, Figure, Size, build_encoder, measured, peak_since, photos_on_disk, seconds_of
+from setting import (
+    DISTINCT,
+    OLD_DIM,
+    ROUNDS,
+    TOKENS,
+    WORDS,
+    Figure,
+    Size,
+    build_encoder,
+    measured,
+    peak_since,
+    photos_on_disk,
+    seconds_of,
+)
 
 from xcompat import Fingerprint
+from xcompat.data.schema import ID
 from xcompat.embeddings.embed import MANY_TOKENS, embed_images, embed_texts, images_per_batch
 from xcompat.encoders.prefixes import length_sorted_batches
 from xcompat.models.embedder import Embedder
+from xcompat.retrieval import Gallery
+from xcompat.retrieval.originals import Images
+from xcompat.retrieval.reranking import Reranker
 
 PRODUCTS = 64  # matrix products a run: a card needs some time to reach its clock
 LEAST_SHARE = 0.85
 PHOTO_ROUNDS = 3
+HITS, QUERIES = 20, 16
 
 
 def product(size: Size, device: torch.device) -> Figure:
@@ -87,6 +105,31 @@ def photos(embedder: Embedder, forward: Figure, size: Size, device: torch.device
         share >= LEAST_SHARE,
         f"{share:.0%} of the rate of tensors; {size.photos:,} photos of 500 by 375 pixels, read, decoded and written to a cache",
     )
+
+
+def reranking(embedder: Embedder, size: Size, device: torch.device) -> Figure:
+    """Re-rank the first hits of single queries: read and embed their JPEG files, without a cache."""
+    old, generator = Fingerprint.from_string("old"), np.random.default_rng(0)
+    with tempfile.TemporaryDirectory() as folder:
+        items = photos_on_disk(Path(folder), min(size.photos, DISTINCT), captions=False)
+        hits = min(HITS, len(items))
+        queries_QD, stored_ND = (generator.standard_normal((rows, OLD_DIM), np.float32) for rows in (QUERIES, len(items)))
+        new_QE = generator.standard_normal((QUERIES, embedder.dim), np.float32)
+        with Gallery.create(Path(folder) / "gallery", old, OLD_DIM) as gallery:
+            gallery.add(stored_ND, items[ID][:])
+            gallery.commit()
+            found = gallery.search(queries_QD, old, hits)
+            ranker = Reranker(embedder, Images(items), hits, keep=False)
+
+            def run() -> None:
+                for row, of_query in enumerate(found):
+                    ranker.order(new_QE[row : row + 1], [of_query], gallery)
+
+            run()
+            rate = QUERIES / seconds_of(run, device, PHOTO_ROUNDS)
+    what = f"re-ranking {hits} hits per query"
+    note = f"queries a second, one by one: {1000 / rate:.1f} ms each, of which search is no part; {hits} photos read and embedded"
+    return Figure(what, rate, None, peak_since(device), note=note)
 
 
 def images_compiled(embedder: Embedder, eager: Figure, device: torch.device) -> Figure:

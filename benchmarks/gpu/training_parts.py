@@ -12,7 +12,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -131,17 +130,6 @@ def let_go(folder: Path) -> None:
             os.close(descriptor)
 
 
-@contextmanager
-def products_in(precision: str) -> Iterator[None]:
-    """Compute products of float32 on the card in a precision: exactly, or as ``training.tf32: true`` does."""
-    settings = torch.backends.cuda.matmul
-    before, settings.fp32_precision = settings.fp32_precision, precision
-    try:
-        yield
-    finally:
-        settings.fp32_precision = before
-
-
 def projection(size: Size, device: torch.device) -> Iterator[Figure]:
     """Train φ from caches on the disk, its logits in float32, as in the paper's recipe, and in TF32."""
     dim, batch = size.clip["projection_dim"], size.projected
@@ -159,8 +147,8 @@ def projection(size: Size, device: torch.device) -> Iterator[Figure]:
         given = {"per_device_train_batch_size": batch, "dataloader_num_workers": processes, "max_steps": 10**6}
         for precision in ("ieee", "tf32"):
             let_go(folder)
-            with products_in(precision):
-                clock = trained(model, data, "projection", given, None, Clock(size.warm, size.seconds, device))
+            given["tf32"] = None if precision == "tf32" else False  # None: TF32 on a card that has it
+            clock = trained(model, data, "projection", given, None, Clock(size.warm, size.seconds, device))
             rate, (texts, hours) = clock.rate * batch, TEXTS
             minutes = texts / rate / 60
             note = (
