@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -10,8 +11,10 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
+from threadpoolctl import threadpool_info, threadpool_limits
 
-from xcompat.core.threads import map_in_rounds, map_in_threads, map_over_cores
+from xcompat.core import threads
+from xcompat.core.threads import map_in_rounds, map_in_threads, map_over_cores, use_share_of_cores
 from xcompat.evaluation import first_hit_ranks, ranking_per_query
 
 CPU = torch.device("cpu")
@@ -99,6 +102,38 @@ def test_ranks_of_several_threads_are_those_of_one(three_threads: None) -> None:
     by_three = ranks()
     torch.set_num_threads(1)
     assert by_three == ranks()
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({"LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}, 3),
+        ({"ACCELERATE_USE_CPU": "False", "OMP_NUM_THREADS": "1"}, 6),
+        ({"LOCAL_WORLD_SIZE": "2", "ACCELERATE_USE_CPU": "True", "OMP_NUM_THREADS": "1"}, None),
+        ({"LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "2"}, None),
+        ({"OMP_NUM_THREADS": "1"}, None),
+    ],
+)
+def test_processes_of_a_launcher_for_gpus_share_the_cores(
+    environment: dict[str, str], expected: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("LOCAL_WORLD_SIZE", "ACCELERATE_USE_CPU", "OMP_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(threads, "usable_cores", lambda: 6)
+
+    def counts() -> set[int]:
+        return {torch.get_num_threads(), *(pool["num_threads"] for pool in threadpool_info())}
+
+    with threadpool_limits(1):
+        before = torch.get_num_threads()
+        try:
+            use_share_of_cores()
+            assert counts() == ({1} if expected is None else {expected})
+            assert os.environ["OMP_NUM_THREADS"] == (environment["OMP_NUM_THREADS"] if expected is None else str(expected))
+        finally:
+            torch.set_num_threads(before)
 
 
 # Pages that four arrays of 64 MiB, each freed before the next, take from the system: left alone, and told to keep what is freed.

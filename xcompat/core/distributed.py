@@ -31,6 +31,9 @@ def process_state() -> PartialState:
     from accelerate import PartialState
     from accelerate.utils import DistributedType, is_torch_xla_available, parse_flag_from_env
 
+    from xcompat.core.threads import use_share_of_cores  # imports torch
+
+    use_share_of_cores()
     present = torch.accelerator.is_available() or is_torch_xla_available()
     # PartialState does not read the launcher's use_cpu; the timeout is long because only the first process evaluates
     state = PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU") or not present, timeout=COLLECTIVE_TIMEOUT)

@@ -14,6 +14,7 @@ from itertools import islice
 from typing import TypeVar
 
 import torch
+from threadpoolctl import threadpool_limits
 
 MOST_THREADS = 16
 """Maximum threads. Each holds its own blocks in memory, and all share the memory bandwidth."""
@@ -96,6 +97,27 @@ def cores(device: torch.device) -> int:
 def usable_cores() -> int:
     """Return the number of cores that this process can use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def share_of_cores() -> int:
+    """Return the number of cores per process that a launcher started on this machine."""
+    return max(1, usable_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
+def use_share_of_cores() -> None:
+    """Use several threads in this process, if a launcher for GPUs has set a single one.
+
+    Without ``OMP_NUM_THREADS``, `accelerate launch` and `torchrun` set it to 1. That is too few for faiss, k-means, rankings and
+    NumPy on the CPU. For CPUs, `accelerate launch` shares the cores itself.
+    """
+    on_cpu = os.environ.get("ACCELERATE_USE_CPU")
+    is_launched = on_cpu is not None or "LOCAL_WORLD_SIZE" in os.environ
+    if not is_launched or str(on_cpu).lower() in ("1", "true") or os.environ.get("OMP_NUM_THREADS") != "1":
+        return
+    threads = min(share_of_cores(), MOST_THREADS)
+    os.environ["OMP_NUM_THREADS"] = str(threads)  # for libraries that are loaded later
+    torch.set_num_threads(threads)
+    threadpool_limits(threads)
 
 
 def map_over_cores(function: Callable[[T], R], items: Iterable[T], device: torch.device) -> Iterator[R]:

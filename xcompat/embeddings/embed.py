@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from xcompat.core.lazy import datasets
 from xcompat.core.progress import Waiting, notice
-from xcompat.core.threads import cores, keep_freed_memory, map_in_threads, usable_cores
+from xcompat.core.threads import cores, keep_freed_memory, map_in_threads, share_of_cores
 from xcompat.data import BadSamples, View, iterate_images
 from xcompat.data.schema import ID, IMAGE, PIXEL_VALUES
 from xcompat.embeddings.cache import FULL, CacheInfo, EmbeddingCache
@@ -303,7 +302,7 @@ def decoding_options(device: torch.device) -> dict[str, Any]:
     """Return the arguments of :func:`~xcompat.data.iterate_images` for a device: threads, and whether to decode ahead."""
     if device.type == "cpu":
         return {"threads": cores(device), "ahead": False}
-    return {"threads": max(1, usable_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))), "ahead": True}
+    return {"threads": share_of_cores(), "ahead": True}
 
 
 def cache_name(kind: str, embedder: FrozenModel, data_digest: str) -> str:
