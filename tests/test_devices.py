@@ -5,17 +5,19 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Iterator
-from dataclasses import fields
+from collections.abc import Callable, Iterator
+from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
 from conftest import ARCHITECTURES
 from PIL import Image
+from pretended_gpu import GPU, PretendedGpu
 from schedule import METHOD_OF_EACH_KIND, mostly_nightly
 from test_models import TRAINED, batch_for, build
 from torch import Tensor, nn
@@ -23,11 +25,27 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import Trainer, TrainerControl, TrainerState
 
 from xcompat import Fingerprint
+from xcompat.core.errors import XcompatError
 from xcompat.core.precision import default_autocast, resolve_autocast
 from xcompat.data import load_pairs
 from xcompat.embeddings.embed import decoding_options, embed_images, embed_texts
-from xcompat.evaluation import EmbeddedImages, EmbeddedPairs, EvaluatedModels, first_hit_ranks, ranking_per_query
+from xcompat.evaluation import (
+    EmbeddedImages,
+    EmbeddedPairs,
+    EmbeddedTexts,
+    EvaluatedModels,
+    EvaluationOptions,
+    cmc,
+    evaluate,
+    first_hit_ranks,
+    mean_average_precision,
+    ranking_per_query,
+    recall_at_k,
+)
+from xcompat.evaluation.scores import ExactRows
+from xcompat.methods import nccl
 from xcompat.models.embedder import Embedder, load_embedder
+from xcompat.models.old_knowledge import OldKnowledge
 from xcompat.retrieval import Gallery, originals
 from xcompat.retrieval.fallback import Fallback, OldQueries
 from xcompat.retrieval.ingestion import ingest
@@ -41,7 +59,6 @@ from xcompat.training.stage_recipe import StageRecipe
 from xcompat.training.trainer import training_arguments
 
 TEXTS = [f"{'word ' * (n % 9)}number {n}" for n in range(23)]
-GPU = torch.device("cuda", 0)
 
 
 @pytest.fixture
@@ -121,9 +138,9 @@ def test_frozen_models_compute_in_bfloat16_on_cards_that_can(fake: FakeTensorMod
         assert resolve_autocast("auto", there) == torch.float16
 
 
-@pytest.mark.parametrize(("tf32", "expected"), [(None, "tf32"), (True, "tf32"), (False, "none")])
+@pytest.mark.parametrize(("tf32", "expected"), [(None, "tf32"), (True, "tf32"), (False, None)])
 def test_training_multiplies_in_tf32_on_cuda_alone(
-    tf32: bool | None, expected: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    tf32: bool | None, expected: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def precisions() -> tuple[str, str]:
         return torch.backends.cuda.matmul.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision
@@ -132,7 +149,7 @@ def test_training_multiplies_in_tf32_on_cuda_alone(
     training = object.__new__(trainer.StageTrainer)
     training.args = SimpleNamespace(seed=0, tf32=tf32)
     before = precisions()
-    assert training.train() == (expected, before[1]) and precisions() == before
+    assert training.train() == (expected or before[0], before[1]) and precisions() == before
 
 
 def test_siglip2_reads_sizes_where_no_gpu_is_waited_for(folder_of: dict[str, str]) -> None:
@@ -306,6 +323,91 @@ def test_rankings_by_what_a_gpu_sorts_and_finds_with_are_the_same(n_classes: int
     asked: list[Tensor] = []
     monkeypatch.setattr(Tensor, "is_cuda", property(lambda tensor: not asked.append(tensor)))
     assert ranks() == wanted and asked
+
+
+def test_a_pretended_gpu_refuses_what_a_gpu_refuses() -> None:
+    with PretendedGpu() as gpu:
+        there = torch.ones(2, device=GPU)
+        assert (there.device, (2 * there).sum().device, there[torch.tensor([0])].is_cuda) == (GPU, GPU, True)
+        for refused in (lambda: there + torch.ones(2), lambda: torch.cat([torch.ones(2), there]), there.numpy):
+            with pytest.raises((RuntimeError, TypeError), match="cuda:0"):
+                refused()
+        assert not gpu.copied and there.cpu().device.type == "cpu" and gpu.copied == [(2,)]
+
+
+def random_rows(rows: int, dim: int) -> np.ndarray:
+    return np.random.default_rng((rows, dim)).normal(size=(rows, dim)).astype(np.float32)
+
+
+def embedded_images(dim: int, metric: Any = "cosine") -> EmbeddedImages:
+    labels = [*(number % 9 for number in range(28)), "alone", "also"], [number % 9 for number in range(20, 90)]
+    made = "images", Fingerprint.from_string(f"{dim}"), random_rows(30, dim), random_rows(70, dim)
+    return EmbeddedImages(*made, list(range(30)), list(range(20, 90)), *labels, metric=metric)
+
+
+def embedded_pairs(dim: int) -> EmbeddedPairs:
+    made = "pairs", Fingerprint.from_string(f"{dim}"), random_rows(20, dim), random_rows(40, dim)
+    return EmbeddedPairs(*made, list(range(20)), [number % 20 for number in range(40)])
+
+
+def embedded_texts(dim: int) -> EmbeddedTexts:
+    made = "texts", Fingerprint.from_string(f"{dim}"), random_rows(12, dim), random_rows(30, dim)
+    qrels = {f"q{row}": {f"t{row}": 1.0, f"t{row + 5}": 2.0, f"t{row + 9}": 1.0} for row in range(12)}
+    return EmbeddedTexts(*made, list(qrels), [f"t{row}" for row in range(30)], qrels)
+
+
+CASES: dict[str, tuple[Callable[[int], Any], dict[str, Any]]] = {
+    "images": (embedded_images, {"fars": (0.1, 0.01), "fpirs": (0.5,), "threshold": 0.1, "rerank": 5}),
+    "images by L2": (partial(embedded_images, metric="l2"), {"fars": (0.1,), "fpirs": (0.5,)}),
+    "pairs": (embedded_pairs, {"threshold": 0.1, "rerank": 5}),
+    "texts": (embedded_texts, {"threshold": 0.1, "rerank": 5}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_evaluations_on_a_gpu_are_those_of_a_cpu(case: str) -> None:
+    embed, given = CASES[case]
+    models = EvaluatedModels(embed(16), embed(16), embed(24) if "rerank" in given else None)
+    options = EvaluationOptions(ks=(1, 2), n_resamples=5, chunk_size=8, **given)
+    wanted = evaluate(models, options)
+    with PretendedGpu() as gpu:
+        assert repr(evaluate(models, replace(options, device=GPU))) == repr(wanted)
+    assert gpu.copied and not {16, 20, 24} & {shape[-1] for shape in gpu.copied if len(shape) > 1}, "no embeddings leave it"
+
+
+def test_embeddings_on_a_gpu_are_ranked_there() -> None:
+    images = embedded_images(16)
+    rows, labels = (images.query_embeds_QD, images.gallery_embeds_GD), (images.query_labels, images.gallery_labels)
+    measures: list[Callable[..., object]] = [recall_at_k, cmc, mean_average_precision]
+    wanted = [measure(*rows, *labels) for measure in measures]
+    with PretendedGpu() as gpu:
+        there = [torch.from_numpy(part).to(GPU) for part in rows]
+        assert [measure(*there, *labels) for measure in measures] == wanted
+    assert gpu.copied and all(len(shape) == 1 for shape in gpu.copied), "only ranks and scores leave it"
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+def test_rows_on_a_gpu_have_the_bits_of_a_cpu(dtype: type) -> None:
+    rows = (np.random.default_rng(0).normal(size=(50, 33)) * np.logspace(-3, 3, 50)[:, None]).astype(dtype)
+    rows[7] = 0
+    here = ExactRows(rows, "rows", torch.device("cpu"))
+    with PretendedGpu():
+        there = ExactRows(rows, "rows", GPU)
+        for part in (slice(3, 40), np.array([7, 49, 0])):
+            block = there.block(part)
+            assert block.device == GPU and torch.equal(block.cpu(), here.block(part))
+        rows[3, 0] = np.nan
+        with pytest.raises(XcompatError, match="NaN or infinite numbers in rows"):
+            ExactRows(rows, "rows", GPU)
+
+
+def test_entropies_of_classes_are_computed_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    old = OldKnowledge(5, np.arange(50) % 5, random_rows(50, 8))
+    wanted = nccl.class_entropies(old)
+    monkeypatch.setattr(nccl, "device", lambda: GPU)
+    with PretendedGpu() as gpu:
+        found = nccl.class_entropies(old)
+    assert np.array_equal(found[0], wanted[0]) and gpu.copied == [(50,), (50,)]
 
 
 def test_batches_go_to_a_gpu_without_being_waited_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -195,7 +195,7 @@ class EmbeddedImages:
         queries_QD, gallery_GD = self.comparable_rows(gallery)
         queries = Items(queries_QD, self.query_labels, self.query_ids, self.query_cameras)
         searched = Items(gallery_GD, gallery.gallery_labels, gallery.gallery_ids, gallery.gallery_cameras)
-        pairs = LabelledPairs(queries, searched, options.chunk_size, are_lifted=self.metric == "l2")
+        pairs = LabelledPairs(queries, searched, options.chunk_size, are_lifted=self.metric == "l2", device=options.device)
         if self.metric == "l2" and options.threshold is not None:
             raise XcompatError("threshold needs cosines, but these embeddings are compared by L2 distance; remove threshold")
         if own is not None:

@@ -13,7 +13,7 @@ from xcompat.evaluation.cases import IMAGE_TO_TEXT, TEXT_TO_IMAGE, is_zero_shot,
 from xcompat.evaluation.evaluated_models import Direction, EvaluationOptions, SearchResults, require_cut_offs, select_cut_offs
 from xcompat.evaluation.identities import Ids, as_ids, id_codes
 from xcompat.evaluation.labelled import Items, LabelledPairs
-from xcompat.evaluation.metrics import first_hit_ranks, zero_shot_ranks
+from xcompat.evaluation.metrics import rank_first_hits, zero_shot_ranks
 from xcompat.evaluation.ranking import rank
 from xcompat.evaluation.reranked import rerank
 from xcompat.evaluation.scores import Embeddings, as_rows
@@ -165,13 +165,10 @@ class EmbeddedPairs:
                 return None
             images, classes_CD = self.zero_shot_by_name[name], gallery.zero_shot_by_name[name].class_embeds_CD
             return SearchResults(zero_shot_ranks(images.image_embeds_ND, classes_CD, images.labels_N, options.chunk_size), {})
+        pairs = self.compare(gallery, direction, options, own).pairs
         if own is not None:
-            return SearchResults(rank(self.compare(gallery, direction, options, own).pairs, options.shared).first_hit_ranks_Q, {})
-        asks, searched = _SIDES[direction.name]
-        (queries_QD, query_ids), (gallery_GD, gallery_ids) = self._side(asks), gallery._side(searched)
-        return SearchResults(
-            first_hit_ranks(queries_QD, gallery_GD, query_ids, gallery_ids, options.chunk_size, options.shared), {}
-        )
+            return SearchResults(rank(pairs, options.shared).first_hit_ranks_Q, {})
+        return SearchResults(rank_first_hits(pairs, options.shared), {})
 
     def compare(
         self, gallery: EmbeddedPairs, direction: Direction, options: EvaluationOptions, own: EmbeddedPairs | None = None
@@ -179,7 +176,8 @@ class EmbeddedPairs:
         """Return the pairs of images and captions; equal ids match."""
         asks, searched = _SIDES[direction.name]
         (queries_QD, query_ids), (gallery_GD, gallery_ids) = self._side(asks), gallery._side(searched)
-        pairs = LabelledPairs(Items(queries_QD, query_ids), Items(gallery_GD, gallery_ids), options.chunk_size)
+        queries, items = Items(queries_QD, query_ids), Items(gallery_GD, gallery_ids)
+        pairs = LabelledPairs(queries, items, options.chunk_size, ("queries", "gallery"), device=options.device)
         if own is not None:
             pairs = rerank(pairs, own._side(asks)[0], own._side(searched)[0], options.rerank, options.rerank_weight)
         return MatchedPairs(pairs, pairs.are_matches)

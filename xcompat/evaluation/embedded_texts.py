@@ -109,7 +109,7 @@ class EmbeddedTexts:
     ) -> MatchedPairs:
         """Return the pairs of queries and passages; relevant passages match."""
         asking, searched = Items(self.query_embeds_QD, self.query_ids), Items(gallery.passages(), gallery.text_ids)
-        pairs = LabelledPairs(asking, searched, options.chunk_size, ("queries", "gallery"))
+        pairs = LabelledPairs(asking, searched, options.chunk_size, ("queries", "gallery"), device=options.device)
         if own is not None:
             pairs = rerank(pairs, own.query_embeds_QD, own.passages(), options.rerank, options.rerank_weight)
         columns = {name: column for column, name in enumerate(self.text_ids)}

@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Generic, NamedTuple, Protocol, Self, TypeVar
 
 import numpy as np
+import torch
 
 from xcompat.core.errors import XcompatError
 from xcompat.core.fingerprint import Fingerprint
@@ -34,6 +35,7 @@ class EvaluationOptions:
         rerank: hits per new query to re-rank with the new model (``new+rerank/old``); 0 for none.
         rerank_weight: weight of the old scores in re-ranking.
         threshold: cosine threshold of old queries, to convert to a threshold of new queries.
+        device: CUDA device to rank embeddings in memory on; the results are the same as on a CPU.
     """
 
     ks: Sequence[int] | None = None
@@ -47,6 +49,7 @@ class EvaluationOptions:
     rerank: int = 0
     rerank_weight: float = OLD_WEIGHT
     threshold: float | None = None
+    device: torch.device | None = None
 
 
 @dataclass(frozen=True)

@@ -83,6 +83,7 @@ class LabelledPairs:
         chunk_size: queries per block; affects memory only.
         label_names: names of both sides' labels in messages.
         are_lifted: whether the rows come from :func:`~xcompat.evaluation.scores.lift_rows`.
+        device: CUDA device to score on; None for the queries' device. Other devices score on the CPU.
 
     Raises:
         XcompatError: invalid input.
@@ -95,12 +96,15 @@ class LabelledPairs:
         chunk_size: int = 1024,
         label_names: tuple[str, str] = ("query labels", "gallery labels"),
         are_lifted: bool = False,
+        device: torch.device | None = None,
     ) -> None:
         if chunk_size < 1:
             raise XcompatError(f"chunk_size must be at least 1, not {chunk_size}")
         self.device = torch.device("cpu")
         if isinstance(queries.embeds_ND, torch.Tensor) and queries.embeds_ND.is_cuda:
             self.device = queries.embeds_ND.device
+        elif device is not None and device.type == "cuda":
+            self.device = device
         self.gallery = ExactRows(gallery.embeds_ND, "gallery", self.device)
         self.queries = self._exact_queries(queries.embeds_ND)
         self.n_queries, self.n_gallery, self.dim = len(self.queries), len(self.gallery), self.queries.dim

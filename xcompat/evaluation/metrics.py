@@ -116,17 +116,18 @@ def rank_first_hits(pairs: LabelledPairs, shared: bool = False) -> np.ndarray:
 
 def _rank(pairs: LabelledPairs, rows_N: np.ndarray) -> np.ndarray:
 
-    def rank(rows_B: np.ndarray) -> np.ndarray:
+    def rank(rows_B: np.ndarray) -> torch.Tensor:
         lowest_B = _best_positives(pairs, rows_B) - pairs.tie_margin
         # Without the positives that tie with the best one, only negatives remain.
-        return (_count_at_least(pairs, rows_B, lowest_B) - _count_positives(pairs, rows_B, lowest_B)).cpu().numpy()
+        return _count_at_least(pairs, rows_B, lowest_B) - _count_positives(pairs, rows_B, lowest_B)
 
     if not len(rows_N):
         return np.zeros(0, dtype=np.int64)
     n_blocks = -(-len(rows_N) // (pairs.chunk_size * cores(pairs.device))) * cores(pairs.device)  # equally many per thread
     with ieee_products():
         parts = np.array_split(rows_N, min(n_blocks, len(rows_N)))
-        return np.concatenate(list(map_over_cores(rank, parts, pairs.device)))
+        ranks_N: np.ndarray = torch.cat(list(map_over_cores(rank, parts, pairs.device))).numpy(force=True)
+        return ranks_N
 
 
 def _best_positives(pairs: LabelledPairs, rows_B: np.ndarray) -> torch.Tensor:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,7 +25,9 @@ Embeddings = np.ndarray | torch.Tensor
 _GRID = 2.0**26
 UNIT = _GRID**2
 """Score of cosine 1."""
-_NORM_ROWS = 1024
+_NORM_ROWS, _GPU_NORM_ROWS = 1024, 16384
+_MOST_BYTES = 2**30  # larger embeddings go to a GPU block by block
+_NOT_FINITE = "NaN or infinite numbers in {}: the model diverged or overflowed; fix the model and re-embed"
 _FEW = 1 / 64  # below this share of all pairs, scoring one by one is faster than a whole product
 _MOST_NUMBERS = 2**24  # most numbers gathered to score pairs one by one (128 MB)
 _FARTHEST = 500
@@ -53,11 +56,16 @@ def as_rows(embeds_ND: Embeddings, what: str) -> np.ndarray:
         rows_ND = (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()  # NumPy has no bfloat16
     else:
         rows_ND = np.asarray(embeds_ND)
-    if rows_ND.ndim != 2:
-        raise XcompatError(f"{what} must be a matrix with an embedding per row, not of shape {rows_ND.shape}; reshape them")
-    if rows_ND.size == 0:
-        raise XcompatError(f"{what} are empty (shape {rows_ND.shape}); embed at least one item")
+    _require_matrix(rows_ND, what)
     return rows_ND
+
+
+def _require_matrix(rows_ND: Embeddings, what: str) -> None:
+    shape = tuple(rows_ND.shape)
+    if len(shape) != 2:
+        raise XcompatError(f"{what} must be a matrix with an embedding per row, not of shape {shape}; reshape them")
+    if 0 in shape:
+        raise XcompatError(f"{what} are empty (shape {shape}); embed at least one item")
 
 
 def blocks(total: int, chunk_size: int) -> Iterator[slice]:
@@ -69,10 +77,12 @@ def blocks(total: int, chunk_size: int) -> Iterator[slice]:
 class ExactRows:
     """Embeddings that are normalised and rounded block by block; only norms stay in memory.
 
+    On a CUDA device, the embeddings stay there, and blocks have the same bits as on a CPU.
+
     Args:
         embeds_ND: ``(N, D)`` numbers; a row of zeros scores 0 against everything.
         what: name in messages.
-        device: device of the blocks.
+        device: device of the blocks. CUDA devices get a copy of embeddings of up to :data:`_MOST_BYTES`.
 
     Raises:
         XcompatError: not a matrix, empty, or not finite.
@@ -85,8 +95,18 @@ class ExactRows:
 
     def __init__(self, embeds_ND: Embeddings, what: str, device: torch.device) -> None:
         self.device = device
-        self._rows_ND = as_rows(embeds_ND, what)
-        self._norms_N1 = np.concatenate([_norms(self._rows_ND[rows], what) for rows in blocks(len(self), _NORM_ROWS)])
+        self._rows_ND, self._norms_N1 = self._place(embeds_ND, what)
+
+    def _place(self, embeds_ND: Embeddings, what: str) -> tuple[Embeddings, Any]:
+        if not _is_on_gpu(embeds_ND):
+            rows_ND = as_rows(embeds_ND, what)
+            if self.device.type != "cuda" or rows_ND.nbytes > _MOST_BYTES:
+                return rows_ND, np.concatenate([_norms(rows_ND[rows], what) for rows in blocks(len(rows_ND), _NORM_ROWS)])
+            embeds_ND = torch.from_numpy(np.array(rows_ND)).to(self.device)
+        assert isinstance(embeds_ND, torch.Tensor)
+        _require_matrix(embeds_ND, what)
+        norms_N1 = [_norms_on_gpu(embeds_ND[rows], what) for rows in blocks(len(embeds_ND), _GPU_NORM_ROWS)]
+        return embeds_ND.detach(), torch.cat(norms_N1)
 
     def __len__(self) -> int:
         return len(self._rows_ND)
@@ -105,9 +125,31 @@ class ExactRows:
         Returns:
             float64 ``(B, D)`` integers, with norms of about 2^26.
         """
+        if isinstance(self._rows_ND, torch.Tensor):
+            here = rows if isinstance(rows, slice) else torch.from_numpy(rows).to(self._rows_ND.device)
+            return (self._rows_ND[here].double() / self._norms_N1[here]).mul_(_GRID).round_().to(self.device)
         wide_BD = np.divide(self._rows_ND[rows], self._norms_N1[rows], dtype=np.float64)
         wide_BD *= _GRID
         return torch.from_numpy(np.rint(wide_BD, out=wide_BD)).to(self.device)
+
+
+def _is_on_gpu(embeds_ND: Embeddings) -> bool:
+    return isinstance(embeds_ND, torch.Tensor) and embeds_ND.is_cuda
+
+
+def _norms_on_gpu(rows_BD: torch.Tensor, what: str) -> torch.Tensor:
+    """Return :func:`_norms` on the rows' device, with the same bits: every step is an exactly rounded operation of IEEE 754."""
+    wide_BD = rows_BD.double()
+    peak_B1 = wide_BD.abs().amax(dim=1, keepdim=True)
+    if not peak_B1.isfinite().all():
+        raise XcompatError(_NOT_FINITE.format(what))
+    peak_B1 = torch.where(peak_B1 == 0, 1.0, peak_B1)
+    squares_DB = (wide_BD / peak_B1).square_().T.contiguous()
+    total_B = squares_DB[0].clone()
+    for square_B in squares_DB[1:]:  # from left to right, as a reduction adds in its own order
+        total_B += square_B
+    norms_B1 = peak_B1 * total_B.sqrt_()[:, None]
+    return torch.where(norms_B1 > 0, norms_B1, 1.0)
 
 
 def _norms(rows_BD: np.ndarray, what: str) -> np.ndarray:
@@ -115,7 +157,7 @@ def _norms(rows_BD: np.ndarray, what: str) -> np.ndarray:
     wide_BD = np.asarray(rows_BD, dtype=np.float64)
     peak_B1 = np.abs(wide_BD).max(axis=1, keepdims=True)
     if not np.isfinite(peak_B1).all():
-        raise XcompatError(f"NaN or infinite numbers in {what}: the model diverged or overflowed; fix the model and re-embed")
+        raise XcompatError(_NOT_FINITE.format(what))
     peak_B1[peak_B1 == 0] = 1.0
     # accumulate adds from left to right; the order of a plain sum depends on the block's shape
     norms_B1 = peak_B1 * np.sqrt(np.add.accumulate(np.square(wide_BD / peak_B1), axis=1)[:, -1:])

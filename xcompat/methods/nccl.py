@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated
 
 import numpy as np
@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from typing_extensions import override
 
+from xcompat.core.distributed import device, gather_objects, my_share
 from xcompat.core.errors import XcompatError
 from xcompat.losses import neighbour_weights, neighbourhood_loss
 from xcompat.models.classified import ClassifiedConfig, ClassifiedModel
@@ -135,6 +136,8 @@ def class_entropies(old: OldKnowledge) -> tuple[NDArray[np.float64], int]:
     p(k | o) ∝ exp(−‖o − c_k‖²/2σ²) over all classes' centres; entropies are in nats. σ² is the variance per dimension within
     classes, pooled over all classes, because classes with few samples cannot estimate their own.
 
+    Each process computes a share, on its CUDA device if it has one. All get the result.
+
     Args:
         old: the training set's old embeddings.
 
@@ -145,15 +148,26 @@ def class_entropies(old: OldKnowledge) -> tuple[NDArray[np.float64], int]:
         XcompatError: only prototypes are known.
     """
     embeds_Nd, labels_N = old.embeddings("nccl"), old.labels_N
-    centres_Cd = torch.from_numpy(class_means(embeds_Nd, labels_N, old.n_classes)).double()
+    place = device() if device().type == "cuda" else torch.device("cpu")  # others may lack float64
+    centres_Cd = torch.from_numpy(class_means(embeds_Nd, labels_N, old.n_classes)).double().to(place)
     centres_Kd = centres_Cd[centres_Cd[:, 0].isfinite()]
-    rows = max(1, DISTANCES_AT_ONCE // len(centres_Kd))
-    blocks = [slice(start, start + rows) for start in range(0, len(labels_N), rows)]
-    squares = [(torch.from_numpy(embeds_Nd[block]) - centres_Cd[labels_N[block]]).square().mean(dim=1) for block in blocks]
-    variance = max(float(torch.cat(squares).nanmean()), 1e-12)
-    entropies = []
-    for block in blocks:
-        squares_BK = torch.cdist(torch.from_numpy(embeds_Nd[block]).double(), centres_Kd).square()
-        log_shares_BK = (-squares_BK / (2 * variance)).log_softmax(dim=1)
-        entropies.append(-(log_shares_BK.exp() * log_shares_BK).sum(dim=1))
-    return torch.cat(entropies).numpy(), len(centres_Kd)
+    mine, rows = my_share(np.arange(len(labels_N)), shared=True), max(1, DISTANCES_AT_ONCE // len(centres_Kd))
+    blocks = [mine[start : start + rows] for start in range(0, len(mine), rows)]
+
+    def compute(of_block: Callable[[Tensor, Tensor], Tensor]) -> NDArray[np.float64]:
+        """Compute a number per row, block by block."""
+        parts = [
+            of_block(torch.from_numpy(embeds_Nd[block]).to(place).double(), torch.from_numpy(labels_N[block]).to(place))
+            for block in blocks
+        ]
+        share_N = torch.cat(parts).numpy(force=True) if parts else np.empty(0)
+        return np.concatenate(gather_objects(share_N, shared=True))
+
+    squares_N = compute(lambda embeds_Bd, labels_B: (embeds_Bd - centres_Cd[labels_B]).square().mean(dim=1))
+    variance = max(float(torch.from_numpy(squares_N).nanmean()), 1e-12)
+
+    def entropy(embeds_Bd: Tensor, labels_B: Tensor) -> Tensor:
+        log_shares_BK = (-torch.cdist(embeds_Bd, centres_Kd).square() / (2 * variance)).log_softmax(dim=1)
+        return -(log_shares_BK.exp() * log_shares_BK).sum(dim=1)
+
+    return compute(entropy), len(centres_Kd)

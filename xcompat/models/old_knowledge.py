@@ -114,15 +114,16 @@ def class_means(embeds_Nd: Rows, labels_N: NDArray[np.int64], n_classes: int) ->
         >>> class_means(np.array([[1, 0], [0, 1], [1, 1]], np.float32), np.array([0, 0, 2]), 3).tolist()
         [[0.5, 0.5], [nan, nan], [1.0, 1.0]]
     """
-    sums_Cd = np.zeros((n_classes, embeds_Nd.shape[1]))
+    sums_Cd = torch.zeros(n_classes, embeds_Nd.shape[1], dtype=torch.float64)
     counts_C = np.zeros(n_classes)
     for start in range(0, len(labels_N), ROWS):
         rows_Bd, labels_B = np.asarray(embeds_Nd[start : start + ROWS], np.float64), labels_N[start : start + ROWS]
         kept_B = np.isfinite(rows_Bd[:, 0])
-        np.add.at(sums_Cd, labels_B[kept_B], rows_Bd[kept_B])
+        # in the rows' order, as np.add.at, but many times faster
+        sums_Cd.index_add_(0, torch.from_numpy(labels_B[kept_B]), torch.from_numpy(rows_Bd[kept_B]))
         counts_C += np.bincount(labels_B[kept_B], minlength=n_classes)
     with np.errstate(invalid="ignore"):
-        return (sums_Cd / counts_C[:, None]).astype(np.float32)
+        return (sums_Cd.numpy() / counts_C[:, None]).astype(np.float32)
 
 
 def samples_of_classes(labels_N: NDArray[np.int64], n_classes: int) -> list[NDArray[np.int64]]:

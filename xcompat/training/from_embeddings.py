@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import set_seed
 
+from xcompat.core.distributed import from_main_process
 from xcompat.embeddings.embed import EmbeddingCache
 from xcompat.models import CompatModel
 from xcompat.models.closed_form import readable_pairs
@@ -20,12 +21,12 @@ if TYPE_CHECKING:
 
 
 def solved_map(stage: Stage, cost: Path) -> CompatModel:
-    """Solve a stage's map, and write its cost."""
+    """Solve a stage's map in the first process for all, and write its cost."""
     model, new, old = _map_and_caches(stage)
     solving = SolvingCost(cost)
-    model = model.fit(solving.count_rows(readable_pairs(new, old)))
-    solving.write(model)
-    return model
+    solved = from_main_process(lambda: model.fit(solving.count_rows(readable_pairs(new, old))))
+    solving.write(solved)
+    return solved
 
 
 def map_and_data(stage: Stage) -> tuple[CompatModel, Data]:

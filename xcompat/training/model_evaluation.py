@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from xcompat.core.distributed import is_main_process
+from xcompat.core.distributed import device, gather_objects, is_main_process
 from xcompat.core.errors import XcompatError
 from xcompat.core.fingerprint import Fingerprint
 from xcompat.data.schema import SIDE_INFO
@@ -204,6 +204,7 @@ def evaluate_cases(
         rerank=_count_reranked(settings),
         rerank_weight=OLD_WEIGHT if settings.rerank_weight is None else settings.rerank_weight,
         threshold=settings.threshold,
+        device=device(),
     )
     evaluation = evaluate(kept, options)
     if kept.confidence is not None:
@@ -213,7 +214,8 @@ def evaluate_cases(
     if losses := backfill_losses(evaluation.cases):
         notes.append(backfill_warning(losses))
     if kept.side_info is not None:
-        notes.append(_complementarity(kept.old, kept.side_info))
+        mine = _complementarity(kept.old, kept.side_info) if is_main_process() or not shared else ""
+        notes.append(gather_objects(mine, shared)[0])
     return replace(evaluation, notes=[*evaluation.notes, *notes]), kept
 
 
