@@ -11,6 +11,7 @@ from pathlib import Path
 import faiss
 import numpy as np
 import pytest
+import torch
 from conftest import store
 from PIL import Image
 from rich.console import Console
@@ -211,6 +212,8 @@ def test_a_canary_shows_that_a_model_has_changed(
     assert code == 0 and json.loads(out)["stored"], err
     code, out, err = run_xcompat(*checking)
     assert code == 0 and not json.loads(out)["stored"] and json.loads(out)["cosine"] > 0.9999, err
+    half = check_canary(Gallery.open(place), replace(model, autocast=torch.bfloat16))
+    assert half is not None and half.cosine > 0.9999, "a canary is computed in full precision, also where a GPU embeds in half"
     assert run_xcompat("gallery", "verify", place)[0] == 0, "a canary is no damage"
     serving = (str(place), old_folder, None, [], False)
     load_site(*serving)
