@@ -41,6 +41,7 @@ from xcompat.evaluation import (
     mean_average_precision,
     ranking_per_query,
     recall_at_k,
+    scores,
 )
 from xcompat.evaluation.scores import ExactRows
 from xcompat.methods import nccl
@@ -387,7 +388,7 @@ def test_embeddings_on_a_gpu_are_ranked_there() -> None:
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
-def test_rows_on_a_gpu_have_the_bits_of_a_cpu(dtype: type) -> None:
+def test_rows_on_a_gpu_have_the_bits_of_a_cpu(dtype: type, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = (np.random.default_rng(0).normal(size=(50, 33)) * np.logspace(-3, 3, 50)[:, None]).astype(dtype)
     rows[7] = 0
     here = ExactRows(rows, "rows", torch.device("cpu"))
@@ -396,6 +397,9 @@ def test_rows_on_a_gpu_have_the_bits_of_a_cpu(dtype: type) -> None:
         for part in (slice(3, 40), np.array([7, 49, 0])):
             block = there.block(part)
             assert block.device == GPU and torch.equal(block.cpu(), here.block(part))
+        monkeypatch.setattr(scores, "_MOST_BYTES", 0)  # then blocks are made on the CPU
+        assert torch.equal(ExactRows(rows, "rows", GPU).block(slice(3, 40)).cpu(), here.block(slice(3, 40)))
+        monkeypatch.undo()
         rows[3, 0] = np.nan
         with pytest.raises(XcompatError, match="NaN or infinite numbers in rows"):
             ExactRows(rows, "rows", GPU)
