@@ -76,7 +76,7 @@ _AUTO_CLASSES = {
 def _find_files(module: Any) -> None:  # noqa: ANN401 - a module
     """Make auto classes find the files of compatible models, as transformers cannot register files."""
 
-    def load(wrapped: Any, auto_class: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401 - as wrapt calls it
+    def load(wrapped: object, auto_class: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401 - as wrapt calls it
         return importlib.import_module("xcompat.auto_files").load(auto_class.__name__, wrapped, *args, **kwargs)
 
     for name in _AUTO_CLASSES[module.__name__.rpartition(".")[2]]:

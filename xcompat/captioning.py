@@ -118,7 +118,7 @@ class Captioner:
         tensors = {key: each.to(where) for key, each in found.items() if isinstance(each, torch.Tensor)}
         return {**found, **{key: each.to(dtype) if each.is_floating_point() else each for key, each in tensors.items()}}
 
-    def _prefix(self, asked: Mapping[str, Any]) -> str | None:
+    def _prefix(self, asked: Mapping[str, object]) -> str | None:
         names = ["decoder_input_ids", *(() if self.config.is_encoder_decoder else ("input_ids",))]
         return next((name for name in names if name in asked), None)
 

@@ -79,7 +79,7 @@ class Thresholds(NamedTuple):
     high: tuple[float, ...]
 
     @classmethod
-    def read(cls, settings: Mapping[str, Any]) -> Thresholds:
+    def read(cls, settings: Mapping[str, object]) -> Thresholds:
         """Read the thresholds of a configuration.
 
         Args:
@@ -129,7 +129,7 @@ class ScoreScales(NamedTuple):
     old: ScoreScale
 
     @classmethod
-    def read(cls, settings: Mapping[str, Any]) -> ScoreScales:
+    def read(cls, settings: Mapping[str, object]) -> ScoreScales:
         """Read the scales of a configuration.
 
         Args:

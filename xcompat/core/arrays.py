@@ -16,7 +16,7 @@ from xcompat.core.errors import XcompatError, describe_error
 _ROWS_PER_READ = 256  # rows; a page fault may map 2 MiB around each
 
 
-def map_array(path: Path) -> NDArray[Any]:
+def map_array(path: Path) -> NDArray[np.number]:
     """Map a ``.npy`` file of integers or floats into memory.
 
     Raises:

@@ -123,7 +123,7 @@ def _gather_function() -> Any:  # noqa: ANN401 - an autograd function, made late
 
     class Gather(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, mine: torch.Tensor) -> torch.Tensor:  # noqa: ANN401
+        def forward(ctx: object, mine: torch.Tensor) -> torch.Tensor:
             gathered = mine.new_empty(dist.get_world_size() * len(mine), *mine.shape[1:])
             dist.all_gather_into_tensor(gathered, mine.contiguous())
             return gathered

@@ -286,7 +286,7 @@ def write_array(path: Path, array: NDArray[Any]) -> None:
         file.write(array.data)
 
 
-def write_json(path: str | Path, value: Any) -> None:  # noqa: ANN401 - any JSON value
+def write_json(path: str | Path, value: object) -> None:
     """Write a JSON file atomically. NaN and infinities are errors."""
     with atomic_path(path) as temporary:
         temporary.write_text(json.dumps(value, indent=2, allow_nan=False) + "\n", encoding="utf-8")

@@ -47,7 +47,9 @@ class Fingerprint:
         return self == Fingerprint.from_string(self.name)
 
     @classmethod
-    def from_module(cls, module: nn.Module, parts: Mapping[str, Any], name: str = "", without: str | None = None) -> Fingerprint:
+    def from_module(
+        cls, module: nn.Module, parts: Mapping[str, object], name: str = "", without: str | None = None
+    ) -> Fingerprint:
         """Hash a module's parameters and persistent buffers, together with a description of the rest.
 
         Args:

@@ -110,7 +110,7 @@ def _scatter_from_main(each: list[Any]) -> Any:  # noqa: ANN401
     return mine[0]
 
 
-def _gather_to_main(mine: Any) -> list[Any]:  # noqa: ANN401
+def _gather_to_main(mine: object) -> list[Any]:
     gathered: list[Any] | None = [None] * dist.get_world_size() if is_main_process() else None
     dist.gather_object(mine, gathered, dst=0)
     return gathered or []

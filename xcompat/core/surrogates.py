@@ -44,7 +44,7 @@ class Surrogates:
     count: int = 0
     first: str = ""
 
-    def replace_in(self, value: Any, where: str) -> Any:  # noqa: ANN401 - any JSON value
+    def replace_in(self, value: object, where: str) -> Any:  # noqa: ANN401 - any JSON value
         """Return a value with replaced surrogates, also in nested values and keys. A value without any is returned itself."""
         if not _has_surrogates(value):
             return value

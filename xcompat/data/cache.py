@@ -48,7 +48,7 @@ def file_stamps(paths: Iterable[str | Path]) -> list[list[Any]]:
 
 def cached_dataset(
     kind: str,
-    key: Mapping[str, Any],
+    key: Mapping[str, object],
     features: datasets.Features,
     build: Callable[[dict[str, Any]], Iterator[pa.RecordBatch]],
 ) -> tuple[datasets.Dataset, dict[str, Any]]:

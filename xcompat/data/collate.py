@@ -100,7 +100,7 @@ class PairCollator:
         """Return columns that keep the augmented uint8 images for other models."""
         return {}
 
-    def _augment(self, items: Sequence[Mapping[str, Any]], transform: Callable[[Image], Tensor], view: int = 0) -> Tensor:
+    def _augment(self, items: Sequence[Mapping[str, object]], transform: Callable[[Image], Tensor], view: int = 0) -> Tensor:
         """Augment each image with its own seed, (B, C, H, W) float32. The generator of dropout and noise does not change."""
         return self.processor.to_pixels(self._augment_images(items, transform, view))
 
@@ -156,7 +156,7 @@ class EmbeddingPairDataset(Dataset[dict[str, Tensor]]):
         return {name: _floats(array[index]) for name, array in self.arrays.items()}
 
 
-def collate_embeddings(batch: dict[str, Tensor] | list[Any]) -> dict[str, Tensor]:
+def collate_embeddings(batch: dict[str, Tensor] | list[object]) -> dict[str, Tensor]:
     """Return the batch unchanged, as `EmbeddingPairDataset` reads whole batches."""
     assert isinstance(batch, dict), "EmbeddingPairDataset must be read by __getitems__, as torch's data loader does"
     return batch

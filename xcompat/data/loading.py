@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from itertools import groupby, islice
@@ -214,15 +214,15 @@ def _features(source: PairSource, label_type: str, metadata: bool = False) -> da
 
 def _load_cached(
     kind: str,
-    key: dict[str, Any],
-    rows: Iterable[dict[str, Any]],
+    key: Mapping[str, object],
+    rows: Iterable[dict[str, object]],
     source: PairSource,
     features: datasets.Features,
     problems: Problems,
 ) -> datasets.Dataset:
     """Read rows into the cache if needed, and print notices about skipped ones."""
 
-    def build(record: dict[str, Any]) -> Iterator[pa.RecordBatch]:
+    def build(record: dict[str, object]) -> Iterator[pa.RecordBatch]:
         yield from rows_to_batches(_require_distinct_ids(rows, source), features.arrow_schema)
         record["skipped"] = problems.lines()
 

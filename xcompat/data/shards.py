@@ -61,7 +61,7 @@ class ShardColumns:
     with_image: bool = True
     with_caption: bool = True
 
-    def row(self, sample: dict[str, Any]) -> dict[str, Any]:
+    def row(self, sample: dict[str, object]) -> dict[str, Any]:
         """Convert a sample to a row, or raise `_SampleError` for a missing or unusable member."""
         row: dict[str, Any] = {}
         if self.with_image:
@@ -99,7 +99,7 @@ class ShardColumns:
             raise _SampleError(f"empty {name}")
         return str(value)
 
-    def _captions(self, sample: dict[str, Any]) -> list[str]:
+    def _captions(self, sample: dict[str, object]) -> list[str]:
         name = self.caption or next((m for m in CAPTION_MEMBERS if _has(sample, m)), "caption (txt)")
         captions = captions_of(_member(sample, name))
         if not captions:

@@ -195,13 +195,13 @@ def _columns(row: Row, source: TextSource, where: str) -> tuple[list[str], str |
     return texts, source.id_column or next((name for name in ID_COLUMNS if name in row and name not in texts), None)
 
 
-def _text(value: Any, column: str, where: str) -> str:  # noqa: ANN401 - any cell
+def _text(value: object, column: str, where: str) -> str:
     if value is not None and not isinstance(value, str):
         raise XcompatError(f"{where}: {column} is {str(value)[:80]!r}, not text; set text_column")
     return (value or "").strip()
 
 
-def _id(value: Any, where: str) -> str:  # noqa: ANN401 - any cell
+def _id(value: object, where: str) -> str:
     if not isinstance(value, str | int) or not str(value).strip():
         raise XcompatError(f"{where} has the id {str(value)[:80]!r}; ids must be strings or whole numbers")
     return str(value)
@@ -217,7 +217,7 @@ def _metadata(row: Row, used: set[str | None], source: TextSource, where: str) -
     return {name: row[name] for name in kept}
 
 
-def _in_batches(items: Iterator[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+def _in_batches(items: Iterator[dict[str, object]]) -> Iterator[list[dict[str, Any]]]:
     while batch := list(islice(items, BATCH)):
         yield batch
 

@@ -335,7 +335,7 @@ def _load(source: EncoderSource) -> Encoder:
     return load_image_encoder(source.name, source.revision, source.trust_remote_code, source.image_size)
 
 
-def load_processor(description: dict[str, Any], source: EncoderSource | str) -> Processor:
+def load_processor(description: dict[str, object], source: EncoderSource | str) -> Processor:
     """Load an encoder's preprocessing.
 
     Args:

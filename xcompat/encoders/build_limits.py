@@ -47,7 +47,7 @@ class TensorCounts(NamedTuple):
     numbers: int
 
 
-def check_config(config: Mapping[str, Any], name: str) -> None:
+def check_config(config: Mapping[str, object], name: str) -> None:
     """Raise if a configuration contains an unreasonably large number.
 
     Args:

@@ -35,7 +35,7 @@ class ModuleEncoder(PreTrainedModel):
 
     def _init_weights(self, module: nn.Module) -> None: ...
 
-    def forward(self, pixel_values: Tensor, **_: Any) -> BaseModelOutputWithPoolingAndNoAttention:  # noqa: ANN401 - transformers'
+    def forward(self, pixel_values: Tensor, **_: object) -> BaseModelOutputWithPoolingAndNoAttention:
         """Return the module's features as ``pooler_output`` (B, D)."""
         return BaseModelOutputWithPoolingAndNoAttention(pooler_output=self.module(pixel_values))
 

@@ -194,7 +194,7 @@ def load_transformers_encoder(name: str, revision: str | None, trust_remote_code
     return _wrap(model, {"library": "transformers", "name": name, "revision": revision, "config": config.to_dict()}).eval()
 
 
-def _wrap(model: PreTrainedModel, description: dict[str, Any]) -> TransformersEncoder:
+def _wrap(model: PreTrainedModel, description: dict[str, object]) -> TransformersEncoder:
     use_torch_momentum(model, 0.003)
     config = model.config
     return _encoder_class(config.model_type)(model, embedding_dim(config), json.loads(json.dumps(description, default=str)))

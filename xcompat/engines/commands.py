@@ -148,7 +148,7 @@ def _job(source: Source, model: TableModel, out: str, id_column: str) -> Job:
     return Job(model, source.reader, out if "://" in out else path, id_column, digest)
 
 
-def _require_same(out: str, written: bytes, plan: dict[str, Any], uri: str) -> None:
+def _require_same(out: str, written: bytes, plan: dict[str, object], uri: str) -> None:
     try:
         begun = json.loads(written)
         different = [key for key in plan if begun.get(key) != plan[key]]

@@ -94,7 +94,7 @@ class Pool:
         except ray.exceptions.RayError as error:
             raise XcompatError(f"a Ray worker died ({describe_error(error)}); run the command again to continue") from error
 
-    def _actor(self) -> Any:  # noqa: ANN401
+    def _actor(self) -> object:
         import ray
 
         worker = ray.remote(_Worker).options(num_cpus=1, num_gpus=self.gpus, max_restarts=-1, max_task_retries=-1)

@@ -88,7 +88,7 @@ class CompatModule(InputModule):
         images = [Image.fromarray(given) if isinstance(given, np.ndarray) else given for given in inputs]
         return {"pixel_values": self.model.processor.images([open_image(image) for image in images])}
 
-    def forward(self, features: dict[str, Any], **kwargs: object) -> dict[str, Any]:
+    def forward(self, features: dict[str, object], **kwargs: object) -> dict[str, Any]:
         """Embed a batch from :meth:`preprocess`.
 
         Args:
@@ -132,8 +132,8 @@ class CompatModule(InputModule):
         cache_folder: str | None = None,
         revision: str | None = None,
         local_files_only: bool = False,
-        init_defaults: dict[str, Any] | None = None,
-        **kwargs: Any,  # noqa: ANN401 - sentence-transformers' own
+        init_defaults: dict[str, object] | None = None,
+        **kwargs: object,
     ) -> Self:
         """Load a saved module from a folder or the Hub (see sentence-transformers' ``Module.load``)."""
         where: dict[str, Any] = {

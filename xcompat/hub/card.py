@@ -177,7 +177,7 @@ def _version(described: dict[str, Any]) -> dict[str, Any]:
     return known | {"name": public_name(described["name"])}
 
 
-def _usage(shown: dict[str, Any]) -> str:
+def _usage(shown: dict[str, object]) -> str:
     """Write the code to load and use the model. Names cannot break out of its strings and comments."""
     environment = templates(
         _HERE,

@@ -134,7 +134,7 @@ def _follow(described: dict[str, Any], path: tuple[str, ...]) -> Ancestor:
     return Ancestor(name, _kind(found.config), digest, dim, older=_older(found, (*path, found.place)))
 
 
-def _kind(config: dict[str, Any]) -> str:
+def _kind(config: dict[str, object]) -> str:
     kind = str(config.get("model_type", "encoder"))
     return kind.removeprefix("xcompat-") if kind.startswith("xcompat") or kind == "embeddings" else "encoder"
 

@@ -59,7 +59,7 @@ class ImportedMap:
         return self.model
 
 
-def read_imported(start: InitialMap, pairs: Paired, old: Described, new: Mapping[str, Any] | None) -> ImportedMap:
+def read_imported(start: InitialMap, pairs: Paired, old: Described, new: Mapping[str, object] | None) -> ImportedMap:
     """Read a map, and reject maps made for other models.
 
     Args:

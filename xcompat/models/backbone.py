@@ -76,7 +76,7 @@ class BackboneModel(CompatModel):
 
     @classmethod
     @override
-    def unread_options(cls, options: Mapping[str, Any], on_captions: bool) -> Iterator[tuple[str, str]]:
+    def unread_options(cls, options: Mapping[str, object], on_captions: bool) -> Iterator[tuple[str, str]]:
         yield from super().unread_options(options, on_captions)
         if not cls.compares_by_l2:
             yield "metric", f"{cls.__name__} gives unit vectors for cosine similarity"

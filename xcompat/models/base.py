@@ -87,7 +87,7 @@ class CompatModel(LearningModel, EmbedsBatches):
     def from_encoder(
         cls,
         encoder: str | EncoderSource | tuple[Encoder, Processor],
-        old: dict[str, Any] | None = None,
+        old: dict[str, object] | None = None,
         **options: Any,  # noqa: ANN401 - the method's own configuration
     ) -> Self:
         """Start a method from a pretrained encoder, in float32 and evaluation mode.
@@ -120,7 +120,7 @@ class CompatModel(LearningModel, EmbedsBatches):
         return model.eval()
 
     @classmethod
-    def embedding_dim_for(cls, encoder: Encoder, old: dict[str, Any] | None, options: dict[str, Any]) -> int:
+    def embedding_dim_for(cls, encoder: Encoder, old: dict[str, object] | None, options: dict[str, object]) -> int:
         """Return D for an encoder; by default the encoder's dimension."""
         return encoder.embedding_dim
 

@@ -248,7 +248,7 @@ class CheckpointModel(PreTrainedModel):
         return {key: tensor for key, tensor in weights.items() if not is_same(key, tensor)}
 
 
-def _require_whole_snapshot(name: str, **where: Any) -> None:  # noqa: ANN401 - as transformers takes them
+def _require_whole_snapshot(name: str, **where: object) -> None:
     """Raise if a Hub model's downloaded files differ from the pushed files."""
     record = cached_file(name, CHECKSUMS, _raise_exceptions_for_missing_entries=False, **where)
     if record is not None:

@@ -131,7 +131,7 @@ class ClassifiedModel(BackboneModel):
 
     @classmethod
     @override
-    def balances_batches(cls, options: Mapping[str, Any]) -> bool:
+    def balances_batches(cls, options: Mapping[str, object]) -> bool:
         """Return whether the loss uses triplets."""
         return options.get("head") == "triplet" or bool(options.get("triplet_weight"))
 

@@ -137,8 +137,8 @@ class CompatConfig(PreTrainedConfig):
     def get_config_dict(
         cls,
         pretrained_model_name_or_path: str | os.PathLike[str],
-        **kwargs: Any,  # noqa: ANN401 - transformers' own
-    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        **kwargs: object,
+    ) -> tuple[dict[str, object], dict[str, object]]:
         """Read a configuration as in transformers, also from a run folder."""
         name = pretrained_model_name_or_path
         return super().get_config_dict(name if kwargs.get("subfolder") else model_folder(name), **kwargs)

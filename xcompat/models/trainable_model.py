@@ -91,7 +91,7 @@ class LearningModel(SpacesModel):
         return not cls.embeds_in_memory
 
     @classmethod
-    def unread_options(cls, options: Mapping[str, Any], on_captions: bool) -> Iterator[tuple[str, str]]:
+    def unread_options(cls, options: Mapping[str, object], on_captions: bool) -> Iterator[tuple[str, str]]:
         """Yield the options without effect beside the others, each with the reason.
 
         A weight of 0 is not such a case: it switches off its loss term on purpose.
@@ -106,7 +106,7 @@ class LearningModel(SpacesModel):
             yield "logit_scale", f"the loss of {cls.__name__} does not use it here"
 
     @classmethod
-    def refuse_unread(cls, options: Mapping[str, Any], on_captions: bool) -> None:
+    def refuse_unread(cls, options: Mapping[str, object], on_captions: bool) -> None:
         """Raise for options without effect, and for options that exclude each other.
 
         Args:

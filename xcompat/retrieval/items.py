@@ -146,7 +146,7 @@ def as_json(ids: Sequence[str], metadata: Sequence[Mapping[str, object] | None] 
     texts: list[str | None] = []
     columns = JsonColumns()
     for name, value in zip(ids, metadata, strict=True):
-        if value is not None and not isinstance(value, dict):
+        if value is not None and not isinstance(value, Mapping):
             raise XcompatError(f"the metadata of {name!r} are {type(value).__name__}, not an object of keys and values")
         texts.append(None if value is None else _json_text(value, columns))
     columns.report()

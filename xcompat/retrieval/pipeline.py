@@ -91,7 +91,7 @@ class CompatibleRetrievalPipeline(Pipeline):
         self,
         *args: Any,  # noqa: ANN401
         gallery: Gallery | str | Path | None = None,
-        fallback: Mapping[str, Any] | None = None,
+        fallback: Mapping[str, object] | None = None,
         allow_private_addresses: bool = False,
         embed_with: str | Function | Provider | None = None,
         rerank: int | bool | Reranker | None = None,
@@ -150,7 +150,7 @@ class CompatibleRetrievalPipeline(Pipeline):
         embedded = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
         return self.postprocess(embedded, **{**self._postprocess_params, **searching})
 
-    def preprocess(self, input_: Any, **_: Any) -> dict[str, Any]:  # noqa: ANN401 - one query
+    def preprocess(self, input_: object, **_: object) -> dict[str, Any]:
         """Read a query."""
         return {"query": self._read(input_)}
 
@@ -320,7 +320,7 @@ class _ZeroShot(CompatModel):
         pixel_values: Tensor,
         input_ids: Tensor,
         attention_mask: Tensor | None = None,
-        **_: Any,  # noqa: ANN401
+        **_: object,
     ) -> CompatOutput:
         """Compare every image with every text.
 

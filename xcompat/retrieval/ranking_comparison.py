@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from PIL.Image import Image
 
@@ -81,7 +81,7 @@ def find(
     embedder: Embedder,
     query: str | Image,
     top_k: int,
-    where: Mapping[str, Any] | None,
+    where: Mapping[str, object] | None,
     rerank: Reranker | None = None,
 ) -> list[Hit]:
     """Search a gallery with a model.

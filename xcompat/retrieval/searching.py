@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, get_args
@@ -167,7 +167,7 @@ class Search:
         embeds_QD: ArrayLike,
         model: Model,
         top_k: int,
-        where: dict[str, Any] | None,
+        where: Mapping[str, object] | None,
         merge: Merge,
         parameters: str | None,
         old_queries: OldQueries | None,
@@ -208,7 +208,7 @@ class Search:
         return [[hit._replace(confidence=confidence) for hit in each] for each, confidence in sure]
 
     def _rank_segments(
-        self, asked: list[Queries], k: int, where: dict[str, object] | None, merge: Merge, parameters: str | None
+        self, asked: list[Queries], k: int, where: Mapping[str, object] | None, merge: Merge, parameters: str | None
     ) -> list[list[Hit]]:
         found = []
         for queries in asked:
@@ -263,7 +263,7 @@ class Search:
         version: VersionRecord,
         queries_Qd: NDArray[np.float32],
         top_k: int,
-        where: dict[str, object] | None,
+        where: Mapping[str, object] | None,
         parameters: str | None,
     ) -> Candidates:
         """Find a version's nearest items; parameters apply to approximate indexes."""

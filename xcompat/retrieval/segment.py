@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -155,7 +155,7 @@ class Segment:
         return self._rows.column("metadata").take(_indices(rows_n)).to_pylist()
 
     def search(
-        self, queries_Qd: NDArray[np.float32], k: int, where: dict[str, Any] | None = None, parameters: str | None = None
+        self, queries_Qd: NDArray[np.float32], k: int, where: Mapping[str, object] | None = None, parameters: str | None = None
     ) -> Found:
         """Find the nearest rows that match a filter and are not removed.
 
@@ -172,7 +172,7 @@ class Segment:
         index = self.index if parameters is None else self._open_tuned(parameters)
         return index.search(queries_Qd, min(k, self.record.rows), kept_N)
 
-    def matching(self, where: dict[str, object]) -> NDArray[np.bool_]:
+    def matching(self, where: Mapping[str, object]) -> NDArray[np.bool_]:
         """Return the mask (rows,) for rows that match a filter and are not removed; caches the last few.
 
         Args:
@@ -185,7 +185,7 @@ class Segment:
         self._matched = dict([*known.items(), (asked, found_N)][-FILTERS_KEPT:])  # a new dict: other threads may read the old
         return found_N
 
-    def _match(self, where: dict[str, object]) -> NDArray[np.bool_]:
+    def _match(self, where: Mapping[str, object]) -> NDArray[np.bool_]:
         found_N = np.zeros(self.record.rows, bool)
         for start in range(0, self.record.rows, BLOCK):
             rows_n = np.arange(start, min(start + BLOCK, self.record.rows))
@@ -321,7 +321,7 @@ def plain_filter(where: object) -> dict[str, object]:
         >>> plain_filter({"colour": ("red", "blue"), "year": np.int64(2020)})
         {'colour': ['red', 'blue'], 'year': 2020}
     """
-    if not isinstance(where, dict) or not all(isinstance(key, str) for key in where):
+    if not isinstance(where, Mapping) or not all(isinstance(key, str) for key in where):
         raise XcompatError(f"the filter {where!r} is not a dictionary of metadata keys; use e.g. {{'colour': 'red'}}")
     return {key: _plain(value, key) for key, value in where.items()}
 
@@ -339,7 +339,7 @@ def _plain(value: object, key: str) -> object:
     )
 
 
-def _matches(metadata: dict[str, object] | None, where: dict[str, object]) -> bool:
+def _matches(metadata: Mapping[str, object] | None, where: Mapping[str, object]) -> bool:
     found = metadata or {}
     # a missing key does not match None, else a misspelt key would match everything
     return all(key in found and found[key] in (wanted if isinstance(wanted, list) else [wanted]) for key, wanted in where.items())

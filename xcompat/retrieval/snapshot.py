@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -148,7 +148,7 @@ class Snapshot:
         embeds_QD: ArrayLike,
         model_or_fingerprint: Model,
         top_k: int = 10,
-        where: dict[str, Any] | None = None,
+        where: Mapping[str, object] | None = None,
         merge: Merge = "calibrated",
         parameters: str | None = None,
         old_queries: OldQueries | None = None,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from PIL.Image import Image
@@ -122,7 +122,7 @@ def _read_query(shelf: Shelf, asked: SearchQuery, image: bytes) -> str | Image:
     return asked.text
 
 
-def _search_side(shelf: Shelf, side: Side, query: str | Image, where: dict[str, Any], keep: bool) -> list[Hit] | str:
+def _search_side(shelf: Shelf, side: Side, query: str | Image, where: Mapping[str, object], keep: bool) -> list[Hit] | str:
     """Return a model's hits, or the reason it cannot search."""
     if isinstance(query, Image) and not side.reads_images:
         return f"{side.embedder.name} embeds texts only"

@@ -121,7 +121,7 @@ class Shelf:
         return states[label]
 
     def search(
-        self, side: Side, query: str | Image, top_k: int, where: Mapping[str, Any] | None, keep: bool = False
+        self, side: Side, query: str | Image, top_k: int, where: Mapping[str, object] | None, keep: bool = False
     ) -> list[Hit]:
         """Return a model's hits, even if a compaction deletes the searched state.
 
@@ -152,7 +152,7 @@ class Shelf:
             raise XcompatError("the gallery's originals are unknown; start the page with --images or --texts")
         return merge_originals([source.originals for source in self.sources])
 
-    def image(self, item: str, metadata: Mapping[str, Any] | None) -> Image | None:
+    def image(self, item: str, metadata: Mapping[str, object] | None) -> Image | None:
         """Return an item's image, or None if it is unknown or unreadable."""
         try:
             found = self.show(item) if self.show is not None else self._file(item, metadata)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -110,7 +110,7 @@ class ChromaStore(Store):
         self,
         vectors_QD: ArrayLike,
         top_k: int = 10,
-        filter: dict[str, Any] | str | None = None,
+        filter: Mapping[str, object] | str | None = None,
         space: str | None = None,
     ) -> list[list[Hit]]:
         name = space or self.space
@@ -329,17 +329,17 @@ class ChromaStore(Store):
         return self._row(f"{self.space}/{key}")
 
     @override
-    def set_record(self, key: str, value: dict[str, Any] | None) -> None:
+    def set_record(self, key: str, value: Mapping[str, object] | None) -> None:
         self._set_row(f"{self.space}/{key}", value)
 
-    def _row(self, name: str) -> dict[str, Any] | None:
+    def _row(self, name: str) -> dict[str, object] | None:
         if (records := self._find_collection(RECORDS)) is None:
             return None
         with plain_errors(self.uri):
             found = records.get(ids=[name], include=["documents"])["documents"]
         return json.loads(found[0]) if found else None
 
-    def _set_row(self, name: str, value: dict[str, Any] | None) -> None:
+    def _set_row(self, name: str, value: Mapping[str, object] | None) -> None:
         with plain_errors(self.uri):
             records = self.client.get_or_create_collection(RECORDS, embedding_function=None)
             if value is None:
@@ -352,7 +352,7 @@ class ChromaStore(Store):
         self.client.close()
 
 
-def _conditions(filter: dict[str, Any] | str | None) -> dict[str, Any]:  # noqa: A002
+def _conditions(filter: Mapping[str, object] | str | None) -> dict[str, Any]:  # noqa: A002
     """Return a filter on metadata, and on the text under ``#document``, for Chroma."""
     try:
         where = dict(json.loads(filter) if isinstance(filter, str) else filter or {})

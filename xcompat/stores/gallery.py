@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 from urllib.parse import unquote
@@ -60,7 +60,7 @@ class GalleryStore(Store):
         self,
         vectors_QD: ArrayLike,
         top_k: int = 10,
-        filter: dict[str, Any] | str | None = None,
+        filter: Mapping[str, object] | str | None = None,
         space: str | None = None,
     ) -> list[list[Hit]]:
         """Find the nearest vectors of one model. Use :meth:`find` to search all models.
@@ -84,7 +84,7 @@ class GalleryStore(Store):
         embeds_QD: ArrayLike,
         model: Model,
         top_k: int = 10,
-        filter: dict[str, Any] | str | None = None,
+        filter: Mapping[str, object] | str | None = None,
         old_queries: OldQueries | None = None,
         rerank: Reranker | None = None,
         rerank_queries: ArrayLike | None = None,
@@ -141,7 +141,7 @@ class GalleryStore(Store):
         return
 
 
-def _parse_condition(condition: dict[str, Any] | str | None) -> dict[str, Any] | None:
+def _parse_condition(condition: Mapping[str, object] | str | None) -> Mapping[str, object] | None:
     if not isinstance(condition, str):
         return condition
     from xcompat.retrieval.hit_output import wanted_metadata

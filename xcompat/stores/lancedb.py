@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from itertools import count
@@ -360,7 +360,7 @@ class LanceStore(Store):
         return json.loads(found[0]) if found else None
 
     @override
-    def set_record(self, key: str, value: dict[str, Any] | None) -> None:
+    def set_record(self, key: str, value: Mapping[str, object] | None) -> None:
         if key == "migration" and value is None and ROW_ID in self.table.schema.names:
             self._do(self.table.drop_columns, [ROW_ID])
         records = self._open(self.name + RECORDS)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import chain, islice
 from typing import Any
@@ -288,7 +288,7 @@ class MilvusStore(Store):
                     self.client.upsert(space, piece)
         return len(new)
 
-    def _delete(self, space: str, ids: list[Any]) -> None:
+    def _delete(self, space: str, ids: list[object]) -> None:
         with plain_errors(self.uri):
             for start in range(0, len(ids), self._most):
                 self.client.delete(space, filter=f"{self.key} in {_literal(ids[start : start + self._most])}")
@@ -380,7 +380,7 @@ class MilvusStore(Store):
         return dict(found[0]["value"]) if found else None
 
     @override
-    def set_record(self, key: str, value: dict[str, Any] | None) -> None:
+    def set_record(self, key: str, value: Mapping[str, object] | None) -> None:
         with plain_errors(self.uri):
             if not self.client.has_collection(RECORDS):
                 self.client.create_collection(RECORDS, **records(), **STRONG)
@@ -394,12 +394,12 @@ class MilvusStore(Store):
         self.client.close()
 
 
-def _literal(value: Any) -> str:  # noqa: ANN401
+def _literal(value: object) -> str:
     """Return ids as a Milvus expression."""
     return json.dumps(value, ensure_ascii=False)
 
 
-def _state(vector_D: NDArray[np.float32], copy: dict[str, Any]) -> str:
+def _state(vector_D: NDArray[np.float32], copy: dict[str, object]) -> str:
     return xxhash.xxh3_64_hexdigest(vector_D.tobytes() + json.dumps(copy, sort_keys=True, default=list).encode())
 
 

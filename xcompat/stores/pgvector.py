@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, LiteralString
 
@@ -435,7 +435,7 @@ class PgVectorStore(Store):
         return self.records.read(key)
 
     @override
-    def set_record(self, key: str, value: dict[str, Any] | None) -> None:
+    def set_record(self, key: str, value: Mapping[str, object] | None) -> None:
         self.records.write(key, value)
 
     @override

@@ -119,7 +119,7 @@ class Client:
         """Return a query's rows, and retry after a reconnect."""
         return self.retry(lambda: self.execute(asked, *given))
 
-    def execute(self, asked: LiteralString | sql.SQL | sql.Composed, *given: Any) -> list[Any]:  # noqa: ANN401
+    def execute(self, asked: LiteralString | sql.SQL | sql.Composed, *given: object) -> list[Any]:
         """Execute a statement once, and return its rows."""
         with plain_errors(self.uri):
             cursor = self.connection.execute(asked, given)
@@ -186,7 +186,7 @@ class Client:
         """Return vectors (N, D) as a parameter of an SQL statement."""
         return Block(vectors_ND, kind, self.oids[kind])
 
-    def rows_of_bytes(self, asked: sql.Composed, *given: Any) -> list[Any]:  # noqa: ANN401
+    def rows_of_bytes(self, asked: sql.Composed, *given: object) -> list[Any]:
         """Return a query's rows with vectors as bytes, for :func:`array`."""
 
         def ask() -> list[Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -63,11 +63,11 @@ class Records:
         found = sql.SQL("(SELECT value::text FROM {} WHERE relation = {} AND key = {})")
         return found.format(self.table, sql.Literal(self.relation), sql.Literal(key))
 
-    def write(self, key: str, value: dict[str, Any] | None) -> None:
+    def write(self, key: str, value: Mapping[str, object] | None) -> None:
         """Replace a record, or delete it with None."""
         self.client.retry(lambda: self._put(key, value))
 
-    def _put(self, key: str, value: dict[str, object] | None) -> None:
+    def _put(self, key: str, value: Mapping[str, object] | None) -> None:
         with self.client.connection.transaction():
             self.client.execute(sql.SQL(_MADE).format(self.table))
             self.client.execute(sql.SQL("DELETE FROM {} WHERE relation = %s AND key = %s").format(self.table), self.relation, key)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -419,7 +419,7 @@ class QdrantStore(Store):
         return self._read_metadata(self._home()).get(key)
 
     @override
-    def set_record(self, key: str, value: dict[str, Any] | None) -> None:
+    def set_record(self, key: str, value: Mapping[str, object] | None) -> None:
         self._note(self._home(), **{key: value})
 
     @override

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from threading import RLock
@@ -113,7 +113,7 @@ class SqliteStore(Store):
 
     # ------------------------------------------------------------------------------------------------- the file
 
-    def _ask(self, statement: str, *values: Any) -> list[Any]:  # noqa: ANN401 - a row is a tuple
+    def _ask(self, statement: str, *values: object) -> list[Any]:
         with self._lock, plain_errors(self.uri):
             return list(self.connection.execute(statement, values))
 
@@ -288,7 +288,7 @@ class SqliteStore(Store):
             if reader is None:
                 connection.close()
 
-    def _ids(self, connection: apsw.Connection, table: str, after: Any = None) -> list[Any]:  # noqa: ANN401 - a key
+    def _ids(self, connection: apsw.Connection, table: str, after: object = None) -> list[Any]:
         """Return the sorted keys of all rows, or of rows after a key."""
         asked = f"SELECT {self.key} FROM {_quote(table)} WHERE ?1 IS NULL OR {self.key} > ?1"
         with plain_errors(self.uri):
@@ -436,7 +436,7 @@ class SqliteStore(Store):
         return json.loads(found[0][0]) if found else None
 
     @override
-    def set_record(self, key: str, value: dict[str, Any] | None) -> None:
+    def set_record(self, key: str, value: Mapping[str, object] | None) -> None:
         with self._transaction("IMMEDIATE"):
             self._ask(f"CREATE TABLE IF NOT EXISTS {RECORDS} (name TEXT, key TEXT, value TEXT, PRIMARY KEY (name, key))")
             if value is None:

@@ -115,7 +115,7 @@ class DivergenceCallback(TrainerCallback):
         state: TrainerState,
         control: TrainerControl,
         optimizer: Any = None,  # noqa: ANN401 - accelerate's wrapper of an optimiser
-        **_: Any,  # noqa: ANN401
+        **_: object,
     ) -> None:
         """Log the loss before checkpoints and at the end."""
         if state.global_step >= state.max_steps or (args.save_strategy == "steps" and state.global_step % state.save_steps == 0):
@@ -123,7 +123,7 @@ class DivergenceCallback(TrainerCallback):
         if getattr(optimizer, "step_was_skipped", False) and getattr(optimizer, "scaler", None) is not None:
             self._check_scale(float(optimizer.scaler.get_scale()), args, state)
 
-    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:  # noqa: ANN401
+    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
         """Log the loss before an epoch's checkpoint."""
         if args.save_strategy == "epoch":
             control.should_log = True

@@ -281,13 +281,13 @@ def _tiny_images(folder: Path, name: str) -> str:
     return str(where)
 
 
-def _tiny_classes(folder: Path) -> dict[str, Any]:
+def _tiny_classes(folder: Path) -> dict[str, object]:
     file = folder / "classes.txt"
     file.write_text("".join(f"class {row}\n" for row in range(CLASSES)), encoding="utf-8")
     return {"images": {"path": _tiny_images(folder, "zero_shot"), "captions": False, "labels": True}, "classes": str(file)}
 
 
-def _tiny_judgements(folder: Path) -> dict[str, Any]:
+def _tiny_judgements(folder: Path) -> dict[str, object]:
     named = {"queries": "cat", "passages": "bird"}
     for name, word in named.items():
         rows = (json.dumps({"id": str(row), "text": f"{word} {row}"}) + "\n" for row in range(PAIRS))
@@ -297,7 +297,7 @@ def _tiny_judgements(folder: Path) -> dict[str, Any]:
     return {name: {"path": str(folder / f"{name}.jsonl")} for name in named} | {"qrels": str(qrels)}
 
 
-def _tiny_templates(folder: Path, named: dict[str, Any]) -> dict[str, Any]:
+def _tiny_templates(folder: Path, named: dict[str, object]) -> dict[str, object]:
     images = Path(_tiny_images(folder, "images"))
     lists = {
         "members": [f"images-{row}.png {row // 2} {row}" for row in range(PAIRS)],
@@ -313,7 +313,7 @@ def _tiny_templates(folder: Path, named: dict[str, Any]) -> dict[str, Any]:
     return {"images": {"path": str(images)}} | files
 
 
-def _tiny_text_pairs(folder: Path, named: dict[str, Any]) -> dict[str, Any]:
+def _tiny_text_pairs(folder: Path, named: dict[str, object]) -> dict[str, Any]:
     file = folder / "text_pairs.jsonl"
     rows = [{"query": f"cow {row}", "passage": f"hen {row}", "negatives": f"fox {row}", "id": str(row)} for row in range(PAIRS)]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -135,10 +135,10 @@ class PairTestSet(EvaluationSet):
     def questions(self) -> dict[str, QuerySet]:
         ids = list(map(str, self.pairs[ID][:]))
 
-        def text_matches(row: int, _: str, about: dict[str, Any]) -> bool:
+        def text_matches(row: int, _: str, about: dict[str, object]) -> bool:
             return about.get(GROUP) == str(self.text_ids[row])
 
-        def image_matches(row: int, _: str, about: dict[str, Any]) -> bool:
+        def image_matches(row: int, _: str, about: dict[str, object]) -> bool:
             return about.get(GROUP) == ids[row]
 
         def image(row: int) -> Image:
@@ -229,7 +229,7 @@ class LabelledTestSet(EvaluationSet):
         dataset, classes = self.queries.dataset, self.queries.class_names()
         ids, searched = dataset[ID][:], set(self.gallery_ids)
 
-        def matches(row: int, _: str, about: dict[str, Any]) -> bool:
+        def matches(row: int, _: str, about: dict[str, object]) -> bool:
             return about.get(CLASS) == classes[row]
 
         def own_id(row: int) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from typing_extensions import override
@@ -96,7 +96,7 @@ class JudgedTestSet(EvaluationSet):
     def questions(self) -> dict[str, QuerySet]:
         texts, ids = self.texts(), list(self.queries[ID])
 
-        def matches(row: int, item: str, _: dict[str, Any]) -> bool:
+        def matches(row: int, item: str, _: dict[str, object]) -> bool:
             return self.qrels.get(ids[row], {}).get(item, 0) > 0
 
         return {TEXT_TO_TEXT: QuerySet(TEXTS, "queries", texts.__getitem__, texts.__getitem__, matches)}

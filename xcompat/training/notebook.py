@@ -72,7 +72,7 @@ class CompatTrainer(StageTrainer):
         independent: Embedder | str | None = None,
         cache_dir: str | Path | None = None,
         callbacks: Sequence[TrainerCallback] = (),
-        **stage: Any,  # noqa: ANN401 - checked like a recipe
+        **stage: object,
     ) -> None:
         name = type(model).__name__
         if model.is_solved:
@@ -137,7 +137,7 @@ class _TrainingSets:
         self.seed = seed
         self.cache_dir = cache_dir
 
-    def pairs(self, dataset: Any, old: Any, _: Any) -> Data:  # noqa: ANN401 - as CompatTrainer takes them
+    def pairs(self, dataset: object, old: FrozenModel | str | None, _: object) -> Data:
         assert self.settings.data.pairs is not None
         pairs = load_pairs(self.settings.data.pairs, dataset)
         known: tuple[EmbeddingCache, EmbeddingCache] | Embedder | None = None
@@ -148,7 +148,7 @@ class _TrainingSets:
                 known = images, cached_captions(known, flatten_captions(pairs)[0], self.cache_dir)
         return pair_data(self.settings.data, pairs, self.model.processor, self.seed, known, self.model.views)
 
-    def images(self, dataset: Any, old: Any, independent: Any) -> Data:  # noqa: ANN401
+    def images(self, dataset: object, old: FrozenModel | str | None, independent: Embedder | str | None) -> Data:
         model, source = self.model, self.settings.data.images
         assert source is not None
         images = load_labelled(source, getattr(model.config, "classes", None), dataset=dataset)
@@ -166,14 +166,14 @@ class _TrainingSets:
             extra, online = labelled_columns(model, self.settings, images, self._load_old(old), alone, cache)
         return labelled_data(self.settings, images, model.processor, self.seed, extra, model.views, online)
 
-    def unlabelled(self, dataset: Any, old: Any, _: Any) -> Data:  # noqa: ANN401
+    def unlabelled(self, dataset: object, old: FrozenModel | str | None, _: object) -> Data:
         assert self.settings.data.pairs is not None
         images = load_pairs(self.settings.data.pairs, dataset)
         share, views = self.settings.data.pairs.max_bad_share, self.settings.views(self.seed)
         new, knows = (cached_images(one, images, self.cache_dir, share, views) for one in (self._new(), self._load_old(old)))
         return map_data(self.model, new, knows)
 
-    def texts(self, dataset: Any, old: Any, _: Any) -> Data:  # noqa: ANN401
+    def texts(self, dataset: object, old: FrozenModel | str | None, _: object) -> Data:
         knows = self._load_old(old).require_model("contains image embeddings by id; set old to a model")
         new = self._new() if self.model.maps_galleries else self._new().for_queries()
         new_ND, old_Nd = (cached_texts(one, dataset, self.cache_dir) for one in (new, knows))

@@ -75,7 +75,7 @@ def _section(place: Any, where: list[str], key: str, name: str) -> object:  # no
     return place[name]
 
 
-def _require_keys(place: Any, where: list[str], key: str) -> None:  # noqa: ANN401 - what YAML holds
+def _require_keys(place: object, where: list[str], key: str) -> None:
     if not isinstance(place, dict):
         whole = ".".join(where)
         raise XcompatError(f"{key}: {whole} is not a mapping; set {whole} as a whole")
@@ -91,5 +91,5 @@ def _entry(entries: list[object], which: str, key: str) -> object:
     raise XcompatError(f"{key}: unknown stage {which}; stages are numbered from 0 to {len(entries) - 1}{called}")
 
 
-def _name(stage: dict[str, Any]) -> Any:  # noqa: ANN401 - what YAML holds
+def _name(stage: dict[str, object]) -> Any:  # noqa: ANN401 - what YAML holds
     return stage.get("name", stage.get("method"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -206,7 +206,7 @@ def _examine(raw: dict[str, object], default_name: str, where: str, is_quick: bo
     return recipe, [f"{where}: {problem}" for problem in problems]
 
 
-def _validate(given: dict[str, Any], context: dict[str, Any] | None, problems: list[str]) -> Recipe | None:
+def _validate(given: dict[str, object], context: Mapping[str, object] | None, problems: list[str]) -> Recipe | None:
     """Return the recipe without its invalid values, if the rest is a recipe, and append the problems."""
     try:
         return Recipe.model_validate(given, context=context)

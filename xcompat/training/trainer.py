@@ -136,11 +136,11 @@ class StageTrainer(Trainer):
         share = 1 / self.current_gradient_accumulation_steps
         return backward_in_mini_batches(self.accelerator, model, self._prepare_inputs(inputs), self.mini_batch_size, share)
 
-    def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *arguments: Any, **named: Any) -> Any:  # noqa: ANN401 - its own
+    def compute_loss(self, model: nn.Module, inputs: dict[str, object], *arguments: Any, **named: Any) -> Any:  # noqa: ANN401 - its own
         """Request the loss, so a missing column raises by name."""
         return super().compute_loss(model, {**inputs, "return_loss": True}, *arguments, **named)
 
-    def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
+    def _prepare_inputs(self, inputs: dict[str, object]) -> dict[str, Any]:
         """Move a batch to the device, and embed it with the frozen models."""
         prepared: dict[str, Any] = super()._prepare_inputs(inputs)
         return prepared if self.online is None else self.online.embed(prepared)

@@ -158,7 +158,7 @@ def embedding_data(new: EmbeddingCache, old: EmbeddingCache, extra: Mapping[str,
     return Data(EmbeddingPairDataset(new, old, rows, extra), collate_embeddings)
 
 
-def embedded_rows(columns: Iterable[Any]) -> NDArray[np.bool_] | None:
+def embedded_rows(columns: Iterable[object]) -> NDArray[np.bool_] | None:
     """Return which rows are in every cache: (N,) bool; None without images."""
     caches = [column for column in columns if isinstance(column, EmbeddingCache)]
     if not any(cache.info.kind == "images" for cache in caches):

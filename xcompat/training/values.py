@@ -83,7 +83,7 @@ def check_training(given: Mapping[str, object], is_quick: bool = False) -> dict[
     hints = trainer_fields() if is_quick else _imported_hints()
     known = hints.keys() - {"output_dir", "seed", "data_seed"}
 
-    def check(key: str, value: Any) -> Any:  # noqa: ANN401 - what the YAML holds
+    def check(key: str, value: object) -> Any:  # noqa: ANN401 - what the YAML holds
         if key not in known and hints:
             raise ValueError(f"unknown key 'training.{key}'; {nearest(key, known)}")
         read = _check(f"training.{key}", CHOICES.get(key, hints.get(key, Any)), value, BOUNDS.get(key))
@@ -190,7 +190,7 @@ def check_options(method: str, given: Mapping[str, object], known: Collection[st
     """
     hints = {"logit_scale": float} | method_options(method) if is_quick else _option_hints(method)
 
-    def check(key: str, value: Any) -> Any:  # noqa: ANN401 - what the YAML holds
+    def check(key: str, value: object) -> Any:  # noqa: ANN401 - what the YAML holds
         if key not in known:
             raise ValueError(f"unknown key 'options.{key}' for method {method}; {nearest(key, known)}")
         return _check(f"options.{key}", AdapterConfig if key == "adapters" and value is not None else hints[key], value)
@@ -230,13 +230,13 @@ def _check(key: str, hint: Any, value: Any, bound: Any = None) -> object:  # noq
     return read if isinstance(value, float) and type(read) is int else value
 
 
-def _explain(place: str, hint: Any, error: Any) -> str:  # noqa: ANN401 - a type annotation, pydantic's error
+def _explain(place: str, hint: object, error: Any) -> str:  # noqa: ANN401 - a type annotation, pydantic's error
     if error["type"] == "extra_forbidden":
         return f"unknown key {place!r}; {nearest(str(error['loc'][-1]), keys_at(hint, error['loc'][:-1]))}"
     return f"{place}: {error['msg'].removeprefix('Value error, ')} (found {error['input']!r})"
 
 
-def keys_at(model: Any, location: tuple[int | str, ...]) -> list[str]:  # noqa: ANN401 - a type annotation
+def keys_at(model: object, location: tuple[int | str, ...]) -> list[str]:
     """Return the keys that a place in nested models can have."""
 
     def models_in(annotation: object) -> list[type[BaseModel]]:

@@ -1,7 +1,6 @@
 """AlexNet (Krizhevsky, arXiv 1404.5997), the first model in BT²'s series of updates."""
 
 # no `from __future__ import annotations`: `strict` reads the types of the fields
-from typing import Any
 
 from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
@@ -61,7 +60,7 @@ class AlexNetModel(PreTrainedModel):
     def _init_weights(self, module: nn.Module) -> None:
         """Keep torchvision's weights."""
 
-    def forward(self, pixel_values: Tensor, **_: Any) -> BaseModelOutputWithPoolingAndNoAttention:  # noqa: ANN401 - transformers'
+    def forward(self, pixel_values: Tensor, **_: object) -> BaseModelOutputWithPoolingAndNoAttention:
         """Return ``pooler_output`` (B, 4096)."""
         return BaseModelOutputWithPoolingAndNoAttention(pooler_output=self.layers(pixel_values))
 

@@ -1,7 +1,6 @@
 """iResNet, InsightFace's backbone for face recognition (Duta et al., arXiv 2004.04989)."""
 
 # no `from __future__ import annotations`: `strict` reads the types of the fields
-from typing import Any
 
 import torch
 from huggingface_hub.dataclasses import strict
@@ -97,7 +96,7 @@ class IResNetModel(PreTrainedModel):
         elif isinstance(module, nn.PReLU):
             initialization.constant_(module.weight, 0.25)
 
-    def forward(self, pixel_values: Tensor, **_: Any) -> BaseModelOutputWithPoolingAndNoAttention:  # noqa: ANN401 - transformers'
+    def forward(self, pixel_values: Tensor, **_: object) -> BaseModelOutputWithPoolingAndNoAttention:
         """Return ``last_hidden_state``, the feature map (B, C, H, W), and ``pooler_output``, its values (B, C·H·W)."""
         last = self.norm(self.stages(self.stem(pixel_values)))
         return BaseModelOutputWithPoolingAndNoAttention(last_hidden_state=last, pooler_output=last.flatten(1))

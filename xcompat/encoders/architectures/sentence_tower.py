@@ -2,7 +2,7 @@
 
 # no `from __future__ import annotations`: `strict` reads the types of the fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from huggingface_hub.dataclasses import strict
@@ -70,7 +70,7 @@ class SentenceTowerModel(PreTrainedModel):
         self,
         input_ids: Tensor,
         attention_mask: Tensor | None = None,
-        **_: Any,  # noqa: ANN401 - transformers' other inputs
+        **_: object,
     ) -> BaseModelOutputWithPooling:
         """Return ``pooler_output``, the text embeddings (B, W)."""
         return BaseModelOutputWithPooling(pooler_output=self.encoder.text_features(input_ids, attention_mask))

@@ -84,7 +84,7 @@ def _document(comparison: Comparison) -> dict[str, Any]:
     }
 
 
-def _row(row: Row) -> dict[str, Any]:
+def _row(row: Row) -> dict[str, object]:
     """Return a model's row; CSV columns join nested keys with slashes."""
     galleries = {"old_gallery": _by_direction(row.old_gallery), "own_gallery": _by_direction(row.own_gallery)}
     if not isinstance(row, MethodRow):
