@@ -196,8 +196,6 @@ def compare(name: str, contenders: Sequence[EvaluatedMethod], n_resamples: int =
     seeds = _require_comparable(contenders)
     first = next(iter(contenders[0].reports.values()))
     old = Row("old", _spreads(contenders[0], "old/old"), {})
-    ceiling_case = "independent/independent"
-    plain = next((each for each in contenders if all(_metrics(report, ceiling_case) for report in each.reports.values())), None)
     key = next(iter(old.old_gallery))
     best = max(contenders, key=lambda each: _spreads(each, f"{each.query}/old")[key].mean)
     values = {each.name: _values_per_query(each, each.query) for each in contenders}
@@ -226,9 +224,6 @@ def compare(name: str, contenders: Sequence[EvaluatedMethod], n_resamples: int =
         )
         for each in contenders
     ]
-    ceiling = None
-    if plain is not None:
-        ceiling = Row("independent", _spreads(plain, "independent/old"), _spreads(plain, ceiling_case))
     overall = [case for case in reversed(first.cases) if case.population == ALL]  # zero-shot cases come last
     sizes = {case.direction: (case.n_queries, case.n_gallery) for case in overall}
     notes = [*notes, *dict.fromkeys(note for each in contenders for report in each.reports.values() for note in report.notes)]
@@ -236,7 +231,18 @@ def compare(name: str, contenders: Sequence[EvaluatedMethod], n_resamples: int =
     silent = [each.name for each in contenders if not values[each.name]]
     if silent:
         notes.append(f"No differences for {', '.join(silent)}: their reports lack report_data.safetensors; evaluate again.")
-    return Comparison(name, seeds, old, ceiling, rows, best.name, {each: sizes[each] for each in first.directions}, notes)
+    return Comparison(
+        name, seeds, old, _ceiling(contenders), rows, best.name, {each: sizes[each] for each in first.directions}, notes
+    )
+
+
+def _ceiling(contenders: Sequence[EvaluatedMethod]) -> Row | None:
+    """Return the row of the first independent model that all reports of a method evaluated."""
+    case = "independent/independent"
+    for each in contenders:
+        if all(_metrics(report, case) for report in each.reports.values()):
+            return Row("independent", _spreads(each, "independent/old"), _spreads(each, case))
+    return None
 
 
 def _memory_note(contender: EvaluatedMethod) -> str:
