@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable
 from contextlib import closing
 from itertools import chain, count
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -18,7 +17,7 @@ from xcompat.core.parallel import Executor, run_locally
 from xcompat.core.progress import advance_bar, progress_bar
 from xcompat.stores import vector_source
 from xcompat.stores.base import BEFORE, Rows, Store, take_rows
-from xcompat.stores.prefetch import prefetch
+from xcompat.stores.pacing import Throttle, prefetch
 
 AnyVectorSource: TypeAlias = vector_source.VectorSource[Any, Any]
 
@@ -276,7 +275,7 @@ def _fill(
     with progress_bar() as bar:
         left = store.count(store.space, migration.into) if migration.written else total  # some stores read all rows to count
         task = bar.add_task(f"filling {migration.into}", total=left, rate="")
-        throttle = _Throttle(rows_per_second)
+        throttle = Throttle(rows_per_second)
         for round_ in count():
             from_first, seen, before = migration.after is None, 0, migration.written
             found = store.rows(batch, migration.after, migration.into, content=mapping.content)
@@ -598,13 +597,3 @@ def _begin_migration(
                 store.set_record(RECORD, None)
             raise
     return migration
-
-
-class _Throttle:
-    def __init__(self, per_second: float | None, sleep: Callable[[float], None] = time.sleep) -> None:
-        self.per_second, self.sleep, self.started, self.done = per_second, sleep, time.monotonic(), 0
-
-    def wait(self, rows: int) -> None:
-        self.done += rows
-        if self.per_second is not None:
-            self.sleep(max(0.0, self.started + self.done / self.per_second - time.monotonic()))
