@@ -30,7 +30,7 @@ from schedule import mostly_nightly, mostly_nightly_rows
 from transformers import AutoModel
 
 from xcompat import Fingerprint, __version__, cli
-from xcompat.cli.app import ORDER, SELDOM
+from xcompat.cli.verbs import ORDER, SELDOM
 from xcompat.methods import METHODS
 from xcompat.models.embedder import load_checkpoint
 from xcompat.report import load_report

@@ -176,7 +176,7 @@ def test_models_compute_on_the_accelerator_of_the_process(
     Gallery.create("g", Fingerprint.from_string("m"), dim=2)
     monkeypatch.setattr(embedder, "load_embedder", load)
     monkeypatch.setattr("xcompat.retrieval.query_sources.load_embedder", load)
-    for module in ("cli.gallery", "retrieval.query_sources"):
+    for module in ("cli.opening", "retrieval.query_sources"):
         monkeypatch.setattr(f"xcompat.{module}.device", lambda: torch.device("cuda", 1))
     assert run(*verb, "--model", "m")[2] == "xcompat: m on cuda:1 in auto\n"
 

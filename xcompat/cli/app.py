@@ -7,11 +7,10 @@ import os
 import sys
 import warnings
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn
+from typing import Annotated, Literal, NoReturn
 
 import typer
 from rich.console import Console
-from typer.core import TyperCommand, TyperGroup, TyperOption
 
 from xcompat import __version__
 from xcompat.cli.data import caption, classes, recipes
@@ -33,6 +32,7 @@ from xcompat.cli.options import (
 )
 from xcompat.cli.quickstart import app as quickstart_app
 from xcompat.cli.quickstart import demo
+from xcompat.cli.verbs import CONTEXT, SELDOM, Verbs
 from xcompat.core import failures
 from xcompat.core.distributed import end_processes
 from xcompat.core.errors import InterruptedRunError, XcompatError
@@ -40,39 +40,6 @@ from xcompat.core.progress import announce_loading, console, silence_libraries
 
 INTERRUPTED = 130  # exit code of shells and Typer after Ctrl-C
 
-SELDOM = "Less common"
-ORDER = (
-    *("demo", "quickstart", "map", "evaluate", "shadow", "plan", "gallery", "serve", "migrate", "export"),
-    *("recipes", "train", "compare", "embed", "push", "find"),
-)
-"""Verbs in the order of use; those of :data:`SELDOM` follow."""
-
-
-class Verbs(TyperGroup):
-    """The verbs, listed in the order of use."""
-
-    def get_params(self, ctx: typer.Context) -> list[Any]:  # type: ignore[override]  # typer's own context
-        """Return the options before the verb; called before any help is shown."""
-        _hide_flag_types(self)
-        return super().get_params(ctx)
-
-    def list_commands(self, ctx: typer.Context) -> list[str]:  # type: ignore[override]  # typer's own context
-        """Return the names of all verbs."""
-        return sorted(self.commands, key=lambda name: ORDER.index(name) if name in ORDER else len(ORDER))
-
-
-def _hide_flag_types(command: TyperCommand | TyperGroup) -> None:
-    """Show flags as ``--overwrite``, not as ``--overwrite <bool>``."""
-    options = [*command.params, command.get_help_option(typer.Context(command, **CONTEXT))]
-    for option in options:
-        if isinstance(option, TyperOption) and option.is_flag:
-            option.metavar = ""
-    for inner in command.commands.values() if isinstance(command, TyperGroup) else ():
-        if isinstance(inner, TyperCommand | TyperGroup):
-            _hide_flag_types(inner)
-
-
-CONTEXT: dict[str, Any] = {"help_option_names": ["-h", "--help"]}
 app = typer.Typer(cls=Verbs, no_args_is_help=True, pretty_exceptions_enable=False, context_settings=CONTEXT)
 app.add_typer(gallery_app, name="gallery")
 app.add_typer(export_app, name="export")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from xcompat.cli.opening import load_reranker, open_searched
 from xcompat.cli.options import parse_hit_count
 from xcompat.core.distributed import device
 from xcompat.core.errors import XcompatError
@@ -59,8 +60,6 @@ def shadow(
     argument_checks.require_models(old, model)
     if out is not None and out.exists():
         raise XcompatError(f"{out} exists; choose another file with --out")
-    from xcompat.cli.gallery import open_searched
-
     opened = open_searched(searched)
     announce_loading(old, model, rerank_with)
     from xcompat.stores.shadow_report import show_shadow
@@ -126,7 +125,6 @@ def _queries(source: str, limit: int | None) -> Sequence[str] | Iterator[str]:
 
 
 def _way(model: str, rerank: int | None = None, originals: Path | None = None, rerank_with: str = "") -> SearchSetup:
-    from xcompat.cli.gallery import load_reranker
     from xcompat.models.embedder import load_embedder
     from xcompat.retrieval.fallback import Fallback
     from xcompat.stores.shadow import SearchSetup

@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from xcompat.cli.opening import (
+    Dtype,
+    is_address,
+    is_index,
+    load_map,
+    load_model,
+    load_old_model,
+    load_originals,
+    load_reranker,
+    open_gallery,
+    open_index,
+    open_searched,
+    open_store,
+    require_ids_of_index,
+    restrict,
+)
 from xcompat.cli.options import (
     BadVectorShare,
     Candidates,
@@ -38,18 +53,14 @@ from xcompat.cli.options import (
     WorkerCount,
     print_json,
 )
-from xcompat.core.distributed import device
 from xcompat.core.errors import XcompatError
-from xcompat.core.progress import announce_loading, notice, results_on_stdout, silence_libraries
+from xcompat.core.progress import announce_loading, notice, results_on_stdout
 
 if TYPE_CHECKING:
     from xcompat.core.fingerprint import Fingerprint
-    from xcompat.models.base import CompatModel
-    from xcompat.models.embedder import Embedder
     from xcompat.retrieval import Gallery
     from xcompat.retrieval.fallback import Fallback
     from xcompat.retrieval.hit_output import QueryResult
-    from xcompat.retrieval.originals import Originals
     from xcompat.retrieval.queries import Queries
     from xcompat.retrieval.queries import Source as QuerySource
     from xcompat.retrieval.reranking import Reranker
@@ -59,7 +70,6 @@ app = typer.Typer(help="Build, search and upgrade a folder of embeddings.", no_a
 
 Folder = Annotated[Path, typer.Argument(metavar="GALLERY", help="Gallery folder.")]
 ModelName = Annotated[str, typer.Option(help="Model: run folder, checkpoint, or name on the Hub.")]
-Dtype = Literal["float32", "bfloat16", "float16"] | None
 EmbedIn = Annotated[Dtype, typer.Option("--dtype", help="Precision of the model. Default: bfloat16 on CUDA, else float32.")]
 Source = Annotated[Path, typer.Argument(metavar="SOURCE", help="Image folder, shards, table, or text file.")]
 
@@ -107,8 +117,8 @@ def build(
         )
     elif source is not None:
         argument_checks.require_inputs(source, model)
-        embedder, side = _load(model, dtype, side_info), _load(side_info, dtype) if side_info is not None else None
-        commands.build(out, _originals(source, texts, max_bad_share, kept), embedder, index, milvus, side)
+        embedder, side = load_model(model, dtype, side_info), load_model(side_info, dtype) if side_info is not None else None
+        commands.build(out, load_originals(source, texts, max_bad_share, kept), embedder, index, milvus, side)
     else:
         raise XcompatError("name the images or texts to embed, or an index to adopt with --from-faiss")
 
@@ -184,24 +194,22 @@ def search(
     argument_checks.require_reranking(rerank, originals, rerank_with, rerank_budget, record_demand)
     argument_checks.require_one_search(query, queries, json and csv, fallback_below is not None and not fallback)
     argument_checks.require_query_files(query, queries)
-    if _is_address(gallery):
+    if is_address(gallery):
         argument_checks.require_of_stores(bool(fallback) or group_by is not None, where or [])
-    _require_ids_of_index(gallery, ids)
+    require_ids_of_index(gallery, ids)
     with _printing_results(json or csv):
-        opened = None if _is_index(gallery) else open_searched(gallery)
+        opened = None if is_index(gallery) else open_searched(gallery)
         argument_checks.require_named(model)
         announce_loading(model, fallback, rerank_with)
-        from xcompat.retrieval import Gallery
         from xcompat.retrieval.hit_output import make_printer
         from xcompat.retrieval.query_sources import load_queries_and_model
 
-        if where and opened is not None and not isinstance(opened, Gallery):
-            opened.restrict_to_part(where[0])
+        restrict(opened, where or [])
         versions = _versions_of(opened) if opened is not None else ()
         typed, source = load_queries_and_model(query, queries, model, versions, fallback, embed_with, max_bad_share)
         if opened is None:
-            opened = _open_index(gallery, source, ids, originals)
-        old = _old_model(typed, source, fallback, fallback_below)
+            opened = open_index(gallery, source, ids, originals)
+        old = load_old_model(typed, source, fallback, fallback_below)
         reranker = load_reranker(source, rerank, originals, rerank_with, rerank_budget, record_demand)
         show = make_printer("json" if json else "csv" if csv else "table", group_by, queries is not None, fields or [])
         _show_hits(opened, (typed, source), top_k, where or [], show, old, group_by, reranker, fields or [])
@@ -254,11 +262,11 @@ def add(
 
     texts = _set_options(text_column=text_column, id_column=id_column, words=words, overlap=overlap, keep_text=keep_text)
     kept = _kept_columns(metadata, no_metadata)
-    opened = _open(gallery)
+    opened = open_gallery(gallery)
     argument_checks.require_inputs(source, model)
     _warn_of_backfill(opened, model)
-    embedder, side = _load(model, dtype, side_info), _load(side_info, dtype) if side_info is not None else None
-    commands.add(opened, _originals(source, texts, max_bad_share, kept), embedder, replace, side)
+    embedder, side = load_model(model, dtype, side_info), load_model(side_info, dtype) if side_info is not None else None
+    commands.add(opened, load_originals(source, texts, max_bad_share, kept), embedder, replace, side)
 
 
 @app.command()
@@ -296,15 +304,15 @@ def upgrade(
         given = "--budget" if budget is not None else "--dtype" if dtype is not None else f"--{others}"
         of = "texts" if texts else "images"
         raise XcompatError(f"{given} applies to re-embedded {of}: add --backfill, or remove {given} to map all items")
-    where, opened = Workers(engine, workers, gpus_per_worker), _open(gallery)
+    where, opened = Workers(engine, workers, gpus_per_worker), open_gallery(gallery)
     if backfill is None:
-        newer = _load_map(model)
+        newer = load_map(model)
         with where.pool(model, newer) as spread:
             commands.upgrade(opened, newer, dry_run, spread)
     else:
         argument_checks.require_inputs(backfill, model)
         _warn_of_backfill(opened, model)
-        embedder, originals = _load(model, dtype), _originals(backfill, texts, max_bad_share, kept)
+        embedder, originals = load_model(model, dtype), load_originals(backfill, texts, max_bad_share, kept)
         with where.pool(model, embedder) as spread:
             commands.backfill(opened, originals, embedder, budget, dry_run, spread)
 
@@ -324,8 +332,8 @@ def info(gallery: Folder, model: ModelName = "", json: Json = False) -> None:
     from xcompat.retrieval import commands
 
     with _printing_results(json):
-        opened = _open(gallery)
-        found = commands.info(opened, _load(model) if model else None)
+        opened = open_gallery(gallery)
+        found = commands.info(opened, load_model(model) if model else None)
     print_json(found, json)
 
 
@@ -338,11 +346,11 @@ def alias(
     if "://" in gallery:
         from xcompat.stores.commands import alias as alias_store
 
-        alias_store(_open_store(gallery), name)
+        alias_store(open_store(gallery), name)
         return
     from xcompat.retrieval import commands
 
-    commands.alias(_open(Path(gallery)), name)
+    commands.alias(open_gallery(Path(gallery)), name)
 
 
 @app.command()
@@ -351,7 +359,7 @@ def verify(gallery: Folder, json: Json = False) -> None:
     from xcompat.retrieval import commands
 
     with _printing_results(json):
-        found = commands.verify(_open(gallery))
+        found = commands.verify(open_gallery(gallery))
     print_json(found, json)
     if not found["passed"]:
         raise typer.Exit(1)
@@ -392,15 +400,15 @@ def doctor(
     Exit code 1 if such items are found, or the canary differs (see --canary).
     """
     texts = _set_options(text_column=text_column, id_column=id_column, words=words, overlap=overlap)
-    if record and not _is_address(gallery):
+    if record and not is_address(gallery):
         raise XcompatError("--record applies to stores; a gallery records its models itself, so remove it")
     if canary:
-        if images is not None or image_folder is not None or texts or _is_address(gallery):
+        if images is not None or image_folder is not None or texts or is_address(gallery):
             raise XcompatError("--canary needs only a gallery's folder and --model; remove the other options")
         examine = _check_canary
     elif images is None and not record:
         raise XcompatError("name the images or texts of the gallery with --images or --texts: a sample is re-embedded")
-    elif _is_address(gallery):
+    elif is_address(gallery):
         if texts:
             raise XcompatError(
                 f"--{min(texts).replace('_', '-')} applies to texts in files, but --texts names a field of a store; remove "
@@ -421,7 +429,7 @@ def doctor(
 def _check_canary(gallery: str, model: str) -> dict[str, object]:
     from xcompat.retrieval import commands
 
-    return commands.check_canary(_open(Path(gallery)), _load(model))
+    return commands.check_canary(open_gallery(Path(gallery)), load_model(model))
 
 
 def _examine_store(
@@ -440,15 +448,15 @@ def _examine_store(
         return commands.record_model(gallery, model, held)
     assert held is not None, "checked above"
     argument_checks.require_models(model)
-    return commands.doctor(gallery, _load(model), held, sample)
+    return commands.doctor(gallery, load_model(model), held, sample)
 
 
 def _examine_gallery(gallery: str, model: str, images: str, texts: dict[str, object], sample: int) -> dict[str, object]:
     from xcompat.retrieval import argument_checks, commands
 
-    opened = _open(Path(gallery))
+    opened = open_gallery(Path(gallery))
     argument_checks.require_inputs(Path(images), model)
-    return commands.doctor(opened, _load(model), _originals(Path(images), texts), sample)
+    return commands.doctor(opened, load_model(model), load_originals(Path(images), texts), sample)
 
 
 @app.command()
@@ -469,9 +477,9 @@ def rollback(
     if list_states:
         if wanted is not None:
             raise XcompatError("--list only shows the generations; to return to a generation, remove --list")
-        commands.list_states(_open(gallery))
+        commands.list_states(open_gallery(gallery))
     else:
-        commands.rollback(_open(gallery), wanted)
+        commands.rollback(open_gallery(gallery), wanted)
 
 
 @app.command()
@@ -484,7 +492,7 @@ def resync(
     """Add the vectors appended to an adopted faiss index. Vectors adopted earlier must be unchanged."""
     from xcompat.retrieval import commands
 
-    commands.resync(_open(gallery), ids)
+    commands.resync(open_gallery(gallery), ids)
 
 
 @app.command()
@@ -492,7 +500,7 @@ def compact(gallery: Folder) -> None:
     """Merge the gallery's segments and delete earlier states. You cannot return to deleted states."""
     from xcompat.retrieval import commands
 
-    commands.compact(_open(gallery))
+    commands.compact(open_gallery(gallery))
 
 
 def _set_options(**options: object) -> dict[str, object]:
@@ -504,110 +512,3 @@ def _kept_columns(metadata: list[str] | None, no_metadata: bool) -> bool | list[
     if metadata and no_metadata:
         raise XcompatError("--metadata and --no-metadata cannot be combined; remove --metadata or --no-metadata")
     return metadata or not no_metadata
-
-
-def _originals(
-    source: Path, texts: dict[str, object], max_bad_share: float | None = None, metadata: bool | list[str] = True
-) -> Originals:
-    from xcompat.retrieval.originals import load_originals
-
-    return load_originals(source, max_bad_share, metadata, **texts)
-
-
-def _is_address(text: str) -> bool:
-    """Return whether a text is a database address, even without a slash. Messages about paths would show its password."""
-    return "://" in text or re.match(r"[a-z][a-z0-9+.-]+:/", text, re.IGNORECASE) is not None
-
-
-def _open_store(uri: str) -> Store:
-    import xcompat.stores
-
-    return xcompat.stores.open(uri)
-
-
-def open_searched(place: str) -> Gallery | Store:
-    """Open a gallery by its folder, or a store by its address."""
-    return _open_store(place) if _is_address(place) else _open(Path(place))
-
-
-def _is_index(place: str) -> bool:
-    from xcompat.mapping.indexes import is_index
-
-    return not _is_address(place) and is_index(Path(place))
-
-
-def _require_ids_of_index(place: str, ids: Path | None) -> None:
-    if ids is not None and not _is_index(place):
-        raise XcompatError(f"--ids gives the ids of a faiss index, but {place} is not a faiss index; remove --ids")
-
-
-def _open_index(index: str, source: QuerySource, ids: Path | None, originals: Path | None) -> Gallery:
-    from xcompat.embeddings.provider import query_model
-    from xcompat.retrieval.index_gallery import open_index
-
-    return open_index(
-        Path(index), query_model(source), ids, originals=_originals(originals, {}) if originals is not None else None
-    )
-
-
-def _open(folder: Path) -> Gallery:
-    from xcompat.retrieval import Gallery
-
-    return Gallery.open(folder)
-
-
-def _old_model(typed: Queries, source: QuerySource, fallback: str, below: float | None) -> Fallback | None:
-    """Load the old model of --old-model or of the map. Queries given as embeddings cannot be re-embedded."""
-    from xcompat.retrieval.embedded_queries import EmbeddedQueries
-    from xcompat.retrieval.fallback import Fallback
-
-    if isinstance(typed, EmbeddedQueries):
-        return None
-    given = {"model": fallback or None, "below": below}
-    named = {name: value for name, value in given.items() if value is not None}
-    return Fallback.for_model(source, device(), named or None)
-
-
-def load_reranker(
-    source: QuerySource, candidates: int | None, originals: Path | None, model: str, budget: int | None, record_demand: bool
-) -> Reranker | None:
-    """Load the re-ranker of ``--rerank``; None without the option."""
-    if candidates is None:
-        return None
-    from xcompat.retrieval.reranking import Reranker, require_source
-
-    embedder = require_source(_load(model) if model else source)
-    read = None if originals is None else _originals(originals, {})
-    return Reranker(embedder, read, None if candidates is True else candidates, budget=budget, record_demand=record_demand)
-
-
-def _load(model: str, dtype: Dtype = None, side_info: str | None = None) -> Embedder:
-    """Load a model. The announcement includes the model that is loaded next, for side-information."""
-    from xcompat.retrieval import argument_checks
-
-    argument_checks.require_models(model)
-    announce_loading(model, side_info)
-    import torch
-
-    from xcompat.models.embedder import load_embedder
-
-    silence_libraries()
-    dtypes = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-    return load_embedder(model, device(), "auto" if dtype is None else dtypes.get(dtype))
-
-
-def _load_map(model: str) -> CompatModel:
-    """Load a model that can map stored vectors, without its encoder."""
-    from xcompat.retrieval import argument_checks
-
-    folder = argument_checks.require_map(model)
-    announce_loading(model)
-    import torch
-
-    from xcompat.models.embedder import is_checkpoint, load_checkpoint
-
-    if not is_checkpoint(folder):
-        _load(model)  # or there is none
-        argument_checks.refuse_encoder(model)
-    silence_libraries()
-    return torch.nn.Module.to(load_checkpoint(model), device())

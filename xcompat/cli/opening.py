@@ -1,0 +1,145 @@
+"""Galleries, stores and models that options name."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from xcompat.core.distributed import device
+from xcompat.core.errors import XcompatError
+from xcompat.core.progress import announce_loading, silence_libraries
+
+if TYPE_CHECKING:
+    from xcompat.models.base import CompatModel
+    from xcompat.models.embedder import Embedder
+    from xcompat.retrieval import Gallery
+    from xcompat.retrieval.fallback import Fallback
+    from xcompat.retrieval.originals import Originals
+    from xcompat.retrieval.queries import Queries
+    from xcompat.retrieval.queries import Source as QuerySource
+    from xcompat.retrieval.reranking import Reranker
+    from xcompat.stores import Store
+
+Dtype = Literal["float32", "bfloat16", "float16"] | None
+
+
+def load_originals(
+    source: Path, texts: dict[str, object], max_bad_share: float | None = None, metadata: bool | list[str] = True
+) -> Originals:
+    """Load the images or texts of a source."""
+    from xcompat.retrieval import originals
+
+    return originals.load_originals(source, max_bad_share, metadata, **texts)
+
+
+def is_address(text: str) -> bool:
+    """Return whether a text is a database address, even without a slash. Messages about paths would show its password."""
+    return "://" in text or re.match(r"[a-z][a-z0-9+.-]+:/", text, re.IGNORECASE) is not None
+
+
+def open_store(uri: str) -> Store:
+    """Open a store by its address."""
+    import xcompat.stores
+
+    return xcompat.stores.open(uri)
+
+
+def open_searched(place: str) -> Gallery | Store:
+    """Open a gallery by its folder, or a store by its address."""
+    return open_store(place) if is_address(place) else open_gallery(Path(place))
+
+
+def restrict(opened: Gallery | Store | None, where: list[str]) -> None:
+    """Restrict a store to the part of a condition, which a gallery filters itself."""
+    from xcompat.retrieval import Gallery
+
+    if where and opened is not None and not isinstance(opened, Gallery):
+        opened.restrict_to_part(where[0])
+
+
+def is_index(place: str) -> bool:
+    """Return whether a place is a faiss index."""
+    from xcompat.mapping import indexes
+
+    return not is_address(place) and indexes.is_index(Path(place))
+
+
+def require_ids_of_index(place: str, ids: Path | None) -> None:
+    """Raise if ``--ids`` is given for another place than a faiss index."""
+    if ids is not None and not is_index(place):
+        raise XcompatError(f"--ids gives the ids of a faiss index, but {place} is not a faiss index; remove --ids")
+
+
+def open_index(index: str, source: QuerySource, ids: Path | None, originals: Path | None) -> Gallery:
+    """Open a faiss index, to search it with a map."""
+    from xcompat.embeddings.provider import query_model
+    from xcompat.retrieval import index_gallery
+
+    return index_gallery.open_index(
+        Path(index), query_model(source), ids, originals=load_originals(originals, {}) if originals is not None else None
+    )
+
+
+def open_gallery(folder: Path) -> Gallery:
+    """Open a gallery by its folder."""
+    from xcompat.retrieval import Gallery
+
+    return Gallery.open(folder)
+
+
+def load_old_model(typed: Queries, source: QuerySource, fallback: str, below: float | None) -> Fallback | None:
+    """Load the old model of ``--fallback``, or of the map. Queries given as embeddings cannot be re-embedded."""
+    from xcompat.retrieval.embedded_queries import EmbeddedQueries
+    from xcompat.retrieval.fallback import Fallback
+
+    if isinstance(typed, EmbeddedQueries):
+        return None
+    given = {"model": fallback or None, "below": below}
+    named = {name: value for name, value in given.items() if value is not None}
+    return Fallback.for_model(source, device(), named or None)
+
+
+def load_reranker(
+    source: QuerySource, candidates: int | None, originals: Path | None, model: str, budget: int | None, record_demand: bool
+) -> Reranker | None:
+    """Load the re-ranker of ``--rerank``; None without the option."""
+    if candidates is None:
+        return None
+    from xcompat.retrieval.reranking import Reranker, require_source
+
+    embedder = require_source(load_model(model) if model else source)
+    read = None if originals is None else load_originals(originals, {})
+    return Reranker(embedder, read, None if candidates is True else candidates, budget=budget, record_demand=record_demand)
+
+
+def load_model(model: str, dtype: Dtype = None, side_info: str | None = None) -> Embedder:
+    """Load a model. The announcement includes the model that is loaded next, for side-information."""
+    from xcompat.retrieval import argument_checks
+
+    argument_checks.require_models(model)
+    announce_loading(model, side_info)
+    import torch
+
+    from xcompat.models.embedder import load_embedder
+
+    silence_libraries()
+    dtypes = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+    return load_embedder(model, device(), "auto" if dtype is None else dtypes.get(dtype))
+
+
+def load_map(model: str) -> CompatModel:
+    """Load a model that can map stored vectors, without its encoder."""
+    from xcompat.retrieval import argument_checks
+
+    folder = argument_checks.require_map(model)
+    announce_loading(model)
+    import torch
+
+    from xcompat.models.embedder import is_checkpoint, load_checkpoint
+
+    if not is_checkpoint(folder):
+        load_model(model)  # or there is none
+        argument_checks.refuse_encoder(model)
+    silence_libraries()
+    return torch.nn.Module.to(load_checkpoint(model), device())
