@@ -58,7 +58,7 @@ def test_every_dependency_is_imported_and_every_import_is_a_dependency() -> None
         {"PIL": "pillow", "pillow_heif": "pillow-heif", "yaml": "pyyaml", "sklearn": "scikit-learn", "faiss": "faiss-cpu"}
         | {"open_clip": "open_clip_torch", "fontTools": "fonttools", "sentence_transformers": "sentence-transformers"}
         | {"langchain_core": "langchain-core", "llama_index": "llama-index-core", "haystack": "haystack-ai"}
-        | {"qdrant_client": "qdrant-client"}
+        | {"qdrant_client": "qdrant-client", "sqlite_vec": "sqlite-vec"}
     )
     imported = set()
     for path in MODULES:
