@@ -22,6 +22,7 @@ _DRAWN = ("cmc@1", "map", "recall@1", "recall@10")
 _COLOURS = {"old": "#7a828e", "independent": "#d9a28b", "method": "#0072b2"}
 _RADII = (9, 18, 30, 44)  # points from a marker to its label
 _ANGLES = np.deg2rad([0, 180, 90, 270, 45, 135, 315, 225])
+_LINEAR = 1e3  # operations up to which an axis is linear, as most methods need none
 _ALONG = (0.5, 0.65, 0.8, 0.95)  # from a marker's edge to its label
 
 
@@ -65,11 +66,17 @@ def _draw_item_cost(key: Key, unit: str, points: Mapping[str, tuple[int, float]]
     for name, point in shown.items():
         colour = _COLOURS.get({"re-embed": "independent"}.get(name, name), _COLOURS["method"])
         axes.plot(*point, marker="s" if name in ("old", "re-embed") else "D", color=colour, linestyle="none")
-    axes.set_xscale("symlog", linthresh=1000)  # most methods need no operation
+    if all(cost for cost, _ in shown.values()):
+        axes.set_xscale("log")
+    else:
+        axes.set_xscale("symlog", linthresh=_LINEAR)
+        axes.set_xticks([0, *np.geomspace(_LINEAR, 1e12, 10)])
+        axes.minorticks_off()
     axes.xaxis.set_major_formatter(EngFormatter())
     axes.set_xlabel(f"{unit} per gallery item", fontsize=9, color="#4a5563")
     axes.set_ylabel(f"new queries, {metric_name(key[1])}, %", fontsize=9, color="#4a5563")
     axes.margins(0.2, 0.12)
+    axes.set_xlim(axes.get_xlim())
     set_title(axes, f"{key[0].replace('-', ' ')}: {unit} per item")
     _write_names(figure, axes, shown)
     return figure

@@ -231,18 +231,15 @@ def compare(name: str, contenders: Sequence[EvaluatedMethod], n_resamples: int =
     silent = [each.name for each in contenders if not values[each.name]]
     if silent:
         notes.append(f"No differences for {', '.join(silent)}: their reports lack report_data.safetensors; evaluate again.")
-    return Comparison(
-        name, seeds, old, _ceiling(contenders), rows, best.name, {each: sizes[each] for each in first.directions}, notes
-    )
+    ceiling = _ceiling(contenders)
+    return Comparison(name, seeds, old, ceiling, rows, best.name, {each: sizes[each] for each in first.directions}, notes)
 
 
 def _ceiling(contenders: Sequence[EvaluatedMethod]) -> Row | None:
-    """Return the row of the first independent model that all reports of a method evaluated."""
+    """Return the row of the independent model; None if no contender has it in every report."""
     case = "independent/independent"
-    for each in contenders:
-        if all(_metrics(report, case) for report in each.reports.values()):
-            return Row("independent", _spreads(each, "independent/old"), _spreads(each, case))
-    return None
+    plain = next((each for each in contenders if all(_metrics(report, case) for report in each.reports.values())), None)
+    return None if plain is None else Row("independent", _spreads(plain, "independent/old"), _spreads(plain, case))
 
 
 def _memory_note(contender: EvaluatedMethod) -> str:
