@@ -740,6 +740,9 @@ def test_an_address_is_shown_without_what_is_secret() -> None:
     options = "options=-csearch_path%3Dshop%20-cjit%3Doff"
     assert StoreUri.parse(f"postgresql://db/shop?{options}", ("table",), passes_on=True).client.endswith(f"?{options}")
     assert without_credentials("qdrant://host:6333/items?api_key=secret") == "qdrant://host:6333/items"
+    for scheme in ("chroma", "file", "lancedb", "milvus", "qdrant", "sqlite"):
+        for slashes in ("///", "////"):
+            assert str(StoreUri.parse(f"{scheme}:{slashes}data/shop?table=a", ("table",))) == f"{scheme}:///data/shop?table=a"
     with pytest.raises(XcompatError, match="mongodb is not a kind of store"):
         xcompat.stores.open("mongodb://host/db")
     servers = ("postgresql://a:1,[::1]:2/x", "postgresql://me@a/x?user=me@x", "lancedb+s3://bucket/a@b")

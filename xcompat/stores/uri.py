@@ -138,7 +138,7 @@ def split(uri: str) -> SplitResult:
             _ = urlsplit(f"//{host}").port
     except ValueError:
         raise XcompatError(f"{what} has an invalid port (maximum 65535); {spelled}") from None
-    return parts
+    return parts if parts.netloc else parts._replace(path=re.sub("^/+", "/", parts.path))  # four slashes, as in SQLAlchemy
 
 
 def without_credentials(uri: str) -> str:
