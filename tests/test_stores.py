@@ -834,6 +834,25 @@ def test_a_store_is_adopted_after_a_look(described: Place, folder_of: dict[str, 
     assert store.describe()["fingerprint"] == load_embedder(folder_of["clip"]).fingerprint.digest
 
 
+def test_a_recorded_model_is_checked_again(place: Place, folder_of: dict[str, str]) -> None:
+    """A record does not hide vectors of another origin, or a wrong field."""
+    embedder = load_embedder(folder_of["clip"])
+    place.fill(unit_vectors(30, embedder.dim))
+    for row in range(30):
+        place.note(str(row), f"a thing called {row}")
+    store = place.open()
+    store.name_model(store.space, embedder.fingerprint)
+    del store
+    place.close()
+    doctor = ("gallery", "doctor", place.uri(), "--model", folder_of["clip"], "--record", "--texts")
+    migrate = (place.uri(), "--model", folder_of["clip"], "--from", folder_of["clip"], "--embed", "about")
+    for command in ((*doctor, "about"), ("migrate", "plan", *migrate), ("migrate", "start", *migrate)):
+        code, line = said(*command)
+        assert code and "made 0 of 30 sampled vectors of" in line, (command, line)
+    code, line = said(*doctor, "about_nothing")
+    assert code and "✓" not in line, line
+
+
 def test_what_cannot_be_looked_at_is_adopted_with_a_line(place: Place, folder_of: dict[str, str]) -> None:
     place.fill(unit_vectors(30, load_embedder(folder_of["clip"]).dim))
     place.note("3", None)

@@ -108,7 +108,8 @@ def record_model(uri: str, name: str, held: SourceField | None) -> dict[str, Any
     store = xcompat.stores.open(uri)
     name_model(store, name, held)
     found = store.spaces()[store.space].fingerprint
-    console.print(f"[green]✓[/] {literal(store.space)} in {literal(store.uri)} has vectors of {literal(found)}", soft_wrap=True)
+    said = f"recorded that {store.space} in {store.uri} has vectors of {found}"
+    console.print(f"[green]✓[/] {literal(said)}", soft_wrap=True)
     return {"uri": str(store.uri), "space": store.space, "model": str(found), "passed": True}
 
 
@@ -123,11 +124,14 @@ def check_model(store: Store, name: str | None, held: SourceField | None = None)
     try:
         embedder = load_embedder(name, device())
     except XcompatError:
-        console.print(f"[yellow]![/] {literal(name)} cannot embed here: only maps for exactly this model work with the store")
+        unchecked = ", so the vectors are not checked" if held is not None else ""
+        console.print(
+            f"[yellow]![/] {literal(name)} cannot embed here{unchecked}: only maps for exactly this model work with the store"
+        )
     model = embedder.fingerprint if embedder is not None else named_fingerprint(name)
     if known not in (None, model):
         raise XcompatError(f"{store.space} in {store.uri} has vectors of {known}, not {name}; use the recorded model")
-    if known is None and embedder is not None:
+    if embedder is not None and (known is None or held is not None):
         _look(store, embedder, held)
     return model
 
@@ -143,6 +147,11 @@ def _look(store: Store, embedder: Embedder, held: SourceField | None) -> None:
             f"{embedder.name} did not make {own.name} in {store.uri}: {found.note}; choose another model with --from"
         )
     if not found.looked_at:
+        if held is not None and found.items and own.fingerprint is not None:
+            raise XcompatError(
+                f"cannot verify that {embedder.name} made the vectors in {own.name} of {store.uri}: {found.note}; "
+                "choose another field"
+            )
         why = f"{found.note}; choose it with --texts or --images" if held is None else found.note
         _warn(f"cannot verify that {embedder.name} made the vectors in {own.name}: {why}")
         return
