@@ -216,6 +216,14 @@ def test_the_vectors_of_an_index_migrate_with_a_map_of_galleries(
     assert code == 0 and "xcompat migrate plan URI --model runs/forward" in out, err
     code, out, err = run_xcompat("migrate", "plan", uri, "--from", "own", "--model", "runs/forward")
     assert code == 0 and "not validated" in out, err
+    searching = ("gallery", "search", uri, "photos/10.png", "--json", "--model")
+    for step in (("start", "--from", "own"), ("switch",)):
+        code, _, err = run_xcompat("migrate", step[0], uri, "--model", "runs/forward", *step[1:])
+        assert code == 0, err
+    answers = [run_xcompat(*searching, model) for model in (folder_of["clip"], "runs/forward")]
+    hits = [json.loads(out)["hits"] for _, out, _ in answers]
+    assert [hit["id"] for hit in hits[0]] == [hit["id"] for hit in hits[1]], "queries of the new model stay as they are"
+    assert run_xcompat("migrate", "finish", uri)[0] == 0 and run_xcompat(*searching, folder_of["clip"])[0] == 0
     code, _, err = run_xcompat("gallery", "adopt", "own.faiss", "--ids", "ids.txt", "--model", old_folder, "--out", "adopted")
     assert code == 0, err
     assert run_xcompat("gallery", "alias", "adopted", "own")[0] == 0

@@ -417,8 +417,13 @@ class Store(ABC):
         self.set_record(self.models_record, {**known_models, space: {"digest": model.digest, "name": model.name}})
 
     def aliases(self) -> tuple[str, ...]:
-        """Return the digests of other names for the searched space's model."""
-        return tuple((self.record("aliases") or {}).get(self.space, ()))
+        """Return the digests of other names for the searched space's model, and of models whose queries fit it."""
+        own = self.spaces()[self.space].fingerprint
+        return tuple((self.record("aliases") or {}).get(own.digest, ())) if own is not None else ()
+
+    def set_aliases(self, model: Fingerprint, digests: Iterable[str]) -> None:
+        """Record the digests for vectors of a model, in any space."""
+        self.set_record("aliases", {**(self.record("aliases") or {}), model.digest: list(dict.fromkeys(digests))})
 
     def add_alias(self, alias: Fingerprint) -> Fingerprint:
         """Record another identity for the searched space's model, and return the model.
@@ -430,8 +435,7 @@ class Store(ABC):
         if own.fingerprint is None:
             raise XcompatError(f"the model of {self.space} in {self.uri} is unknown; {_ADOPT}")
         aliased_version([VersionRecord(digest=own.fingerprint.digest, name=own.fingerprint.name, dim=own.dim or 1)], alias)
-        known = dict.fromkeys((*self.aliases(), alias.digest))
-        self.set_record("aliases", {**(self.record("aliases") or {}), self.space: list(known)})
+        self.set_aliases(own.fingerprint, (*self.aliases(), alias.digest))
         return own.fingerprint
 
     @abstractmethod

@@ -102,6 +102,11 @@ class Mapping(VectorSource[Block, Block]):
         version = upgraded_version(self.model)
         return Fingerprint(version.digest, version.name), version.dim
 
+    @property
+    @override
+    def shares(self) -> tuple[str, ...]:
+        return upgraded_version(self.model).shares
+
     def __call__(self, vectors_ND: NDArray[np.float32]) -> NDArray[np.float32]:
         """Map stored vectors (N, d) of any length to (N, D) float32, L2-normalised."""
         return map_block(self.model, Block(vectors_ND, unit=False)).embeds_nd

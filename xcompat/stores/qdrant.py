@@ -386,7 +386,7 @@ class QdrantStore(Store):
             noted = self._read_metadata(gone)
             with plain_errors(self.uri):  # before the records move, so that it can be repeated
                 self.client.delete_payload(own, [STATE], models.FilterSelector(filter=models.Filter()), wait=True)
-            self._note(own, copies=None, **{key: noted.get(key) for key in ("migration", "claim")})
+            self._note(own, copies=None, **{key: noted.get(key) for key in ("migration", "claim", "aliases")})
         with plain_errors(self.uri):
             self.client.delete_collection(gone)
 

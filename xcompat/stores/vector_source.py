@@ -56,6 +56,11 @@ class VectorSource(ABC, Generic[ModelInput, ModelOutput]):
         """
 
     @property
+    def shares(self) -> tuple[str, ...]:
+        """Digests of other models with queries for the new vectors."""
+        return ()
+
+    @property
     def old_dim(self) -> int | None:
         """Dimension of mapped vectors without padding, or None."""
         return None
