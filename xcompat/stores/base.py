@@ -423,7 +423,8 @@ class Store(ABC):
 
     def set_aliases(self, model: Fingerprint, digests: Iterable[str]) -> None:
         """Record the digests for vectors of a model, in any space."""
-        self.set_record("aliases", {**(self.record("aliases") or {}), model.digest: list(dict.fromkeys(digests))})
+        if known := list(dict.fromkeys(digests)):
+            self.set_record("aliases", {**(self.record("aliases") or {}), model.digest: known})
 
     def add_alias(self, alias: Fingerprint) -> Fingerprint:
         """Record another identity for the searched space's model, and return the model.

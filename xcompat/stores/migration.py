@@ -590,8 +590,7 @@ def _begin_migration(
     made, dim = mapping.target[0], mapping.dim_for(store)
     with store.exclusive():
         store.set_record(RECORD, migration.model_dump())
-        if mapping.shares:
-            store.set_aliases(made, mapping.shares)
+        store.set_aliases(made, mapping.shares)
         try:
             store.add_space(migration.into, dim, made, dtype)
         except XcompatError:
