@@ -194,6 +194,17 @@ def test_items_of_a_backfill_are_counted_where_they_prevent_an_export(tmp_path: 
         to_faiss(model, gallery.path, tmp_path / "new.faiss")
 
 
+def test_a_gallery_of_the_model_itself_is_searched_like_the_old_one(tmp_path: Path) -> None:
+    model = with_memory(build("ridge"), entries=0)
+    gallery = Gallery.create(tmp_path / "gallery", model)
+    gallery.add(unit(ROWS, NEW_DIM, seed=2), list(map(str, range(ROWS))), version=model)
+    gallery.commit()
+    assert to_faiss(model, gallery.path, tmp_path / "new.faiss") == model.stored_fingerprint()
+    queries = unit(5, NEW_DIM, seed=3)
+    rows = faiss.read_index(str(tmp_path / "new.faiss")).search(queries.numpy(), 5)[1]
+    assert [[hit.id for hit in hits] for hits in gallery.search(queries, model, 5)] == [list(map(str, row)) for row in rows]
+
+
 def test_an_adopted_index_that_has_changed_since_is_refused(tmp_path: Path) -> None:
     write_old_index(tmp_path / "old.faiss", "Flat")
     names = [str(row) for row in range(ROWS)]

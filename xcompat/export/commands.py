@@ -30,8 +30,7 @@ def to_faiss(index: Path, model: str, out: Path, overwrite: bool, memory: Kept =
     loaded = _load_alone(model)
     if loaded.memory is not None and memory != "all" and not loaded.maps_galleries:
         loaded = loaded.remember(loaded.memory.without_entries() if memory == "transform" else None)
-    query_transform.to_faiss(loaded, index, out, overwrite)
-    old, dim = literal(str(loaded.compatible_with[0])), loaded.config.embedding_dim
+    old, dim = literal(str(query_transform.to_faiss(loaded, index, out, overwrite))), loaded.config.embedding_dim
     console.print(f"[green]✓[/] {literal(str(out))} takes {dim}-dimensional queries; its vectors are those of {old}")
     if query_transform.reads_features(loaded):
         console.print("queries are inputs of the new model's last linear layer, of any length")

@@ -24,7 +24,7 @@ from xcompat.retrieval.probing import require_readable
 MADE_BY = "export faiss"
 
 
-def to_faiss(model: CompatModel, index: str | Path, out: str | Path, overwrite: bool = False) -> None:
+def to_faiss(model: CompatModel, index: str | Path, out: str | Path, overwrite: bool = False) -> Fingerprint:
     """Write an old-model index that accepts the new model's queries: transforms in front of the unchanged index.
 
     The transforms compute ``model.to_space`` for queries of length 1 (any length for penultimate features): normalised W·x + b,
@@ -35,9 +35,12 @@ def to_faiss(model: CompatModel, index: str | Path, out: str | Path, overwrite: 
         model: a model with a single linear layer: a closed form, a linear query map, or a model with more dimensions than its old
             model. It can have a learned transform, but no memory entries.
         index: a faiss index with the old model's embeddings; only its dimension can be checked. Or a single-segment gallery,
-            which records its model.
+            which records its model: the old model, or this model after a complete backfill.
         out: output file, which plain faiss reads. A marker beside it names the query model.
         overwrite: whether to replace any other file.
+
+    Returns:
+        The model of the index's vectors.
 
     Raises:
         XcompatError: the map is not linear, the index has another dimension or model, or ``out`` is another file.
@@ -68,6 +71,7 @@ def to_faiss(model: CompatModel, index: str | Path, out: str | Path, overwrite: 
     about = {"queries": str(model.fingerprint()), "vectors": str(version)}
     with owned_path(out, MADE_BY, overwrite, read, about) as temporary:
         write_faiss(chained, temporary)
+    return version
 
 
 def _linear(weight_dD: Tensor, bias_d: Tensor) -> faiss.LinearTransform:
@@ -103,7 +107,8 @@ def index_of(source: Path, model: CompatModel) -> tuple[Path, float, Fingerprint
             "vectors of one model; export the state before with `xcompat gallery rollback`, or search the gallery itself"
         )
     for version in present:
-        model.require_version(version.fingerprint)
+        if not _is_own_view(model, version.fingerprint):
+            model.require_version(version.fingerprint)
     if len(manifest.segments) != 1 or manifest.rows != manifest.segments[0].rows or manifest.milvus is not None:
         raise XcompatError(f"{source} is not a single faiss index; merge it with `xcompat gallery compact {source}`")
     record = manifest.segments[0]
@@ -115,12 +120,18 @@ def index_of(source: Path, model: CompatModel) -> tuple[Path, float, Fingerprint
     return file, stored.length, stored.fingerprint
 
 
+def _is_own_view(model: CompatModel, version: Fingerprint | None) -> bool:
+    """Return whether the vectors are the model's own, stored in its old space, e.g. after a complete backfill."""
+    return version is not None and model.stores_view and version.digest == model.stored_fingerprint().digest
+
+
 def linear_steps(model: CompatModel, version: Fingerprint | None = None) -> list[tuple[Tensor, Tensor]]:
     """Return W and b for each step x ↦ normalise(W·x + b) in a model's view: the map, then the learned transform if it has one.
 
     Args:
         model: a model with a single linear layer.
-        version: version to search. None for the old model, the only version with a learned transform.
+        version: version to search. None for the old model. Only this version and the model's own items in the old space have a
+            learned transform.
 
     Returns:
         W (d, D) and b (d,) for the map, then W (d, d) and b (d,) for the learned transform, float32.
@@ -137,6 +148,8 @@ def linear_steps(model: CompatModel, version: Fingerprint | None = None) -> list
     """
     if model.maps_galleries:
         raise XcompatError(f"{type(model).__name__} maps galleries, not queries; upgrade the gallery instead")
+    if _is_own_view(model, version):  # these items are in the nearest old space
+        version = None
     model.require_version(version)
     nearest, dim = model.version_dims()[0]
     if version not in (None, nearest):
