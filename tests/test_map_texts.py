@@ -221,6 +221,9 @@ def test_the_whitened_line_is_taken_if_it_agrees_more_than_old_queries() -> None
     (said,) = describe_choice(choice)
     assert "that the new model finds nearest" in said and "does not show that new queries find as much as old ones" in said
     assert not choice.is_safe and choose_by_agreement(pairs) == choice
+    assert choice.pair_counts == (len(pairs), 2 * max(pairs.dims))
+    (said,) = describe_choice(replace(choice, of_few_pairs=True, pair_counts=(1000, 1024)))
+    assert "or more pairs (1,000 are given, at least 1,024 are needed) and the old model with --old-model" in said
     assert choose_by_agreement(pairs, with_old_model=True).is_safe
     assert not choose_by_agreement(PairedEmbeddings(pairs.new_ND[::-1], pairs.old_Nd), with_old_model=True).is_safe, "other items"
 

@@ -174,6 +174,7 @@ def choose_by_agreement(
         of_agreement=True,
         of_galleries=held.of_galleries,
         of_few_pairs=len(pairs) < 2 * max(pairs.dims),
+        pair_counts=(len(pairs), 2 * max(pairs.dims)),
         sentences=sentences,
         by_chance=held.is_by_chance(chosen.candidate),
         cases=held.cases(chosen.candidate),

@@ -169,10 +169,11 @@ def _describe_item_memory(found: ItemMemory | None) -> list[str]:
 
 
 def _describe_missing(choice: Choice) -> str:
-    few, no_mixture = choice.of_few_pairs, choice.chosen.candidate.old_share > 0 or choice.of_galleries
-    pairs = "more pairs than twice the dimensions"
+    given, needed = choice.pair_counts
+    no_mixture = choice.chosen.candidate.old_share > 0 or choice.of_galleries
+    pairs = f"more pairs ({given:,} are given, at least {needed:,} are needed)" if choice.of_few_pairs else ""
     other = "" if no_mixture else "the old model with --old-model to mix both queries"
-    more = " and ".join(filter(None, (pairs if few else "", other)))
+    more = " and ".join(filter(None, (pairs, other)))
     return "add classes (labels.txt) or captions" + (f", or {more}" if more else "")
 
 

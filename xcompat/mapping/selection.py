@@ -52,6 +52,7 @@ class Choice:
         of_galleries: whether stored embeddings are mapped, not queries.
         of_agreement: whether trials measure agreement (:func:`~xcompat.mapping.agreement.choose_by_agreement`).
         of_few_pairs: whether there are fewer pairs than twice the larger dimension.
+        pair_counts: number of pairs, and twice the larger dimension; zeros with labels.
         sentences: map -> mean reciprocal rank of held-out texts by their sentences; empty without texts.
         remembers: whether the chosen map has a memory.
         left_out: sentences about untried candidates.
@@ -78,6 +79,7 @@ class Choice:
     of_galleries: bool = False
     of_agreement: bool = False
     of_few_pairs: bool = False
+    pair_counts: tuple[int, int] = (0, 0)
     sentences: Mapping[str, float] = field(default_factory=dict)
     remembers: bool = False
     by_chance: bool = False
