@@ -696,6 +696,8 @@ def test_a_named_new_model_is_asked_texts_and_judged(folder_of: dict[str, str], 
     named = ("--new-model", folder_of["clip"], "--old-model", "clip-b32")
     done, said = run_map(old, new_side, tmp_path / "out", "--allow-worse", *named)
     assert done.exit_code == 0, said
+    _, said = run_map(new_side, old, tmp_path / "swapped", *named[:2])
+    assert said.endswith("but the given embeddings have 8; --old and --new look swapped")
     model = AutoModel.from_pretrained(tmp_path / "out" / "model")
     assert model.compatible_with == [Fingerprint.from_string("clip-b32")]
     own = model.embed_texts(**model.processor.texts(texts[:4]))

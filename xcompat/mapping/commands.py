@@ -231,7 +231,7 @@ def _old_model(name: str | None, found: TextPairs) -> Embedder | None:
     if name is None or not is_loadable(name):
         return None
     old = load_embedder(name)
-    require_dim(old, found.pairs.dims[1], "--old-model")
+    require_dim(old, found.pairs.dims[1], "--old-model", found.pairs.dims[0])
     return old
 
 
@@ -268,14 +268,15 @@ def _new_model(name: str | None, found: TextPairs) -> Embedder | None:
         raise XcompatError(f"--new-model {name}: --new is already a model; remove --new-model")
     new = load_embedder(name) if name is not None else found.new
     if new is not None:
-        require_dim(new, found.pairs.dims[0], "--new-model")
+        require_dim(new, found.pairs.dims[0], "--new-model", found.pairs.dims[1])
     return new
 
 
-def require_dim(model: Embedder, dim: int, option: str) -> None:
-    """Raise if a model's dimension differs from the given embeddings' dimension."""
+def require_dim(model: Embedder, dim: int, option: str, other_dim: int | None = None) -> None:
+    """Raise if a model's dimension differs from the given embeddings' dimension; ``other_dim`` is that of the other side."""
     if model.dim != dim:
-        raise XcompatError(f"{option} {model.name} has {model.dim} dimensions, but the given embeddings have {dim}")
+        swapped = "; --old and --new look swapped" if model.dim == other_dim else ""
+        raise XcompatError(f"{option} {model.name} has {model.dim} dimensions, but the given embeddings have {dim}{swapped}")
 
 
 def _document(decided: _Decision, pairs: Paired, model: CompatModel, theirs: ImportedMap | None) -> dict[str, Any]:
