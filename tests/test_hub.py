@@ -250,7 +250,9 @@ def test_a_revision_brings_its_own_preprocessing(hub: Hub, on_hub: dict[str, str
     assert AutoModel.from_pretrained("me/model").fingerprint() != model.fingerprint()
 
 
-def test_a_name_with_a_revision_is_that_commit(hub: Hub, on_hub: dict[str, str], tmp_path: Path) -> None:
+def test_a_name_with_a_revision_is_that_commit(
+    hub: Hub, on_hub: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first = push_twice(hub, build("xbt", on_hub), tmp_path / "model")
     pinned, newest = load_embedder(f"me/model@{first}"), load_embedder("me/model")
     assert pinned.processor.mean != newest.processor.mean
@@ -258,6 +260,10 @@ def test_a_name_with_a_revision_is_that_commit(hub: Hub, on_hub: dict[str, str],
     assert EncoderSource(name=f"hf-hub:me/model@{first}").revision == first
     with pytest.raises(XcompatError, match="0123456789ab looks like an xcompat fingerprint; use a branch"):
         load_encoder("base/clip@0123456789ab")
+    (tmp_path / "photo-model-0.5").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(XcompatError, match="there is no folder photo-model-0.33 either; did you mean 'photo-model-0.5'"):
+        load_encoder("photo-model-0.33")
     (tmp_path / "me@home").mkdir()
     assert EncoderSource(name=str(tmp_path / "me@home")).revision is None
     with pytest.raises(ValueError, match="contains a revision"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from difflib import get_close_matches
 from logging import WARNING
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -249,18 +250,21 @@ def reading_model(name: str, revision: str | None = None) -> Iterator[None]:
     except OSError as error:  # transformers and the Hub report a missing model, file or revision as OSError
         if error.errno is not None:
             raise
-        raise XcompatError(f"cannot load {name}: {' '.join(str(error).split())}{_hint(revision)}") from error
+        raise XcompatError(f"cannot load {name}: {' '.join(str(error).split())}{_hint(name, revision)}") from error
     except SafetensorError as error:
         raise XcompatError(f"cannot load {name}: its weights are damaged ({error}); fetch or train it again") from error
     except Exception as error:  # libraries raise errors of many types for an invalid configuration
         raise XcompatError(f"cannot load {name}: {describe_error(error)}; fetch or train it again") from error
 
 
-def _hint(revision: str | None) -> str:
-    """Return a hint if the revision looks like the 12 fingerprint digits in messages."""
-    if revision is None or re.fullmatch(r"[0-9a-f]{12}", revision) is None:
+def _hint(name: str, revision: str | None) -> str:
+    """Return a hint if the name can be a missing folder, or the revision looks like the 12 fingerprint digits in messages."""
+    if revision is not None and re.fullmatch(r"[0-9a-f]{12}", revision) is not None:
+        return f" ({revision} looks like an xcompat fingerprint; use a branch, tag or commit)"
+    if "/" in name or Path(name).is_dir():
         return ""
-    return f" ({revision} looks like an xcompat fingerprint; use a branch, tag or commit)"
+    close = get_close_matches(name, [entry.name for entry in Path().iterdir() if entry.is_dir()], n=1)
+    return f" (there is no folder {name} either{f'; did you mean {close[0]!r}?' if close else ''})"
 
 
 @contextmanager
