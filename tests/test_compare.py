@@ -56,7 +56,7 @@ from xcompat.training.compare import compare_recipe, describe_few_steps, outside
 from xcompat.training.item_cost import measure_item_cost
 from xcompat.training.plain_map import plain_map_recipe
 from xcompat.training.preflight import load_to_compare
-from xcompat.training.recipe import parse_recipe
+from xcompat.training.recipe import examine_recipe, parse_recipe
 
 ROOT = Path(__file__).resolve().parents[1]
 N_ITEMS, N_CLASSES = 61, 12
@@ -723,6 +723,20 @@ def test_all_recipes_of_a_folder_are_compared_with_one_more_stage(tmp_path: Path
     (folder / "a.yaml").write_text("method: ridge\n")
     with pytest.raises(XcompatError, match="cannot add a stage: .* has no list of stages"):
         load_to_compare(folder / "a.yaml", [], tmp_path / "mine.yaml")
+
+
+def test_a_class_of_an_extra_stage_is_beside_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine").mkdir()
+    monkeypatch.chdir(tmp_path)
+    Path("recipe.yaml").write_text("stages: [{method: ridge}]\n")
+    Path("mine/line.yaml").write_text("method: line.py:LineModel\n")
+    missing = r"^mine/line.yaml: method: mine/line.py does not exist; did you mean 'mine/line.yaml'\?$"
+    assert any(re.match(missing, line) for line in examine_recipe("recipe.yaml", is_quick=True, more=Path("mine/line.yaml"))[1])
+    for place in ("line.py", "mine/line.py"):  # the file beside the stage wins
+        Path(place).touch()
+        recipe, problems = examine_recipe("recipe.yaml", is_quick=True, more=Path("mine/line.yaml"))
+        assert recipe is not None and recipe.stages[1].method == f"{place}:LineModel"
+        assert not any("line.py" in line for line in problems)
 
 
 def test_the_leaderboard_is_what_the_comparisons_say(

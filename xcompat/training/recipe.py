@@ -11,6 +11,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, Field, ValidationError, ValidationInfo, model_validator
 
 from xcompat.core.errors import XcompatError, collect_problems, nearest, require_no_problems
+from xcompat.core.plugins import is_file_class
 from xcompat.encoders.scratch import QUICK, is_quick
 from xcompat.evaluation.cases import OLD_WITH_MEMORY, RESERVED_NAMES, WITHOUT_MEMORY
 from xcompat.report.storage import FOLDER_NAME as REPORT
@@ -152,11 +153,14 @@ def examine_recipe(
     if more is not None:
         if not isinstance(raw.get("stages"), list):
             raise XcompatError(f"cannot add a stage: {path} has no list of stages; move its keys under stages")
-        raw["stages"] = [*raw["stages"], {"name": more.stem, **_read(more)}]
+        raw["stages"] = [*raw["stages"], {"name": more.stem, **_with_class_paths(_read(more), more.parent)}]
     for override in overrides:
         apply_override(raw, override)
         refuse_shadowed(raw, override.partition("=")[0])
     recipe, problems = _examine(raw, path.stem, str(path), is_quick)
+    if more is not None:
+        inherited, own = f"{path}: stages.{len(raw['stages']) - 1}.", f"{more}: "
+        problems = [own + each.removeprefix(inherited) if each.startswith(inherited) else each for each in problems]
     return recipe and recipe.model_copy(update={"layout": expected_layout(path)}), problems
 
 
@@ -167,6 +171,17 @@ def _read(path: Path) -> dict[str, Any]:
     if not isinstance(raw, dict):
         raise XcompatError(f"{path} must contain keys and values, e.g. 'method: xbt'")
     return raw
+
+
+def _with_class_paths(value: Any, folder: Path) -> Any:  # noqa: ANN401 - what YAML holds
+    """Return the values with each ``path.py:Class`` relative to the folder, except for files only in the current folder."""
+    if isinstance(value, dict):
+        return {key: _with_class_paths(each, folder) for key, each in value.items()}
+    if not isinstance(value, str) or not is_file_class(value):
+        return value
+    file = Path(value.rpartition(":")[0])
+    is_elsewhere = file.is_file() and not (folder / file).is_file()
+    return value if is_elsewhere else str(folder / value)
 
 
 def parse_recipe(raw: dict[str, object], default_name: str, where: str, is_quick: bool = False) -> Recipe:
