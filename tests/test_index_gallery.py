@@ -156,10 +156,11 @@ MISTAKES = {
 }
 
 
-def test_mistakes_are_one_line(shop: Path, run_xcompat: Run) -> None:
+def test_mistakes_are_one_line(shop: Path, folder_of: dict[str, str], run_xcompat: Run) -> None:
     write_index(shop / "wide.faiss", np.eye(9, dtype=np.float32))
     (shop / "damaged.faiss").write_bytes((shop / "own.faiss").read_bytes()[:-9])
-    for words, said in MISTAKES.items():
+    unmapped = ("gallery", "search", "wide.faiss", "a shoe", "--model", folder_of["clip"])
+    for words, said in (MISTAKES | {unmapped: "to search it with a new model, fit a map with `xcompat map`"}).items():
         code, _, err = run_xcompat(*words)
         assert (code, len(err.splitlines()[-1:])) == (2, 1) and said in err.splitlines()[-1], (words, err)
 

@@ -86,6 +86,12 @@ def find_ids(index: Path) -> Path | None:
 def _model_of_vectors(index: Path, model: Model, old: Embedder | None) -> tuple[Model, Fingerprint | None]:
     """Return the model that made the vectors, and the map's name for it if the map knows only a name."""
     if not isinstance(model, CompatModel):
+        head = read_head(index)
+        if old is None and not isinstance(model, Fingerprint) and head is not None and head[0] != model.dim:
+            raise XcompatError(
+                f"{index} has {head[0]} dimensions, but {identity(model)} makes {model.dim}; to search it with a new model, fit "
+                "a map with `xcompat map`"
+            )
         return (model if old is None else old), None
     if model.maps_galleries:
         raise XcompatError(
