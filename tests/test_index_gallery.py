@@ -145,6 +145,16 @@ def test_search_and_page_show_the_hits_of_an_index(shop: Path, old_folder: str, 
     assert shelf.search(old, Image.open(asked), 1, None)[0].id == asked.name, "--old is the model that the map knows by name"
 
 
+def test_hits_are_re_ranked_with_several_folders(shop: Path, run_xcompat: Run) -> None:
+    (shop / "more").mkdir()
+    for name in sorted(file.name for file in (shop / "photos").iterdir())[:4]:
+        (shop / "photos" / name).rename(shop / "more" / name)
+    search = ("gallery", "search", "own.faiss", "a red shoe", "--model", "runs/map", "--rerank", 12, "--originals", "photos")
+    for more, counts in (((), "8 embedded, 4 missing"), (("--originals", "more"), "12 embedded")):
+        code, out, err = run_xcompat(*search, *more)
+        assert code == 0 and f"candidates: {counts}\n" in out, (out, err)
+
+
 MISTAKES = {
     ("serve", "own.faiss", "--images", "photos"): "set the query model with --model",
     ("serve", "own.faiss", "--model", "runs/map", "--ids", "nowhere"): "--ids nowhere does not exist",

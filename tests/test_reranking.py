@@ -152,6 +152,7 @@ def test_order_equals_naive_reference(gallery: Gallery, photos: Path, newer: Emb
         np.testing.assert_allclose([hit.score for hit in hits], list(scores.values())[:4], atol=1e-5)
     candidates = {hit.id for hits in plain for hit in hits}
     assert rerank.counts.missing == 2 and rerank.counts.embedded == len(candidates) - 2
+    assert str(rerank.counts).endswith(", 2 unreadable")
     assert [list(map(str, hits)) for hits in found] != [list(map(str, hits[:4])) for hits in plain]
 
 

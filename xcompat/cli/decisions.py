@@ -43,7 +43,7 @@ def shadow(
             help="Re-rank the first K hits with the new model. Without K: the number chosen with the model, or 20.",
         ),
     ] = None,
-    originals: Annotated[Path | None, typer.Option(help="Gallery images or texts, for --rerank.")] = None,
+    originals: Annotated[list[Path] | None, typer.Option(help="Gallery images or texts, for --rerank. Repeatable.")] = None,
     rerank_with: Annotated[
         str,
         typer.Option(metavar="MODEL", help="New model to re-embed and reorder the hits. Required when --model is the old model."),
@@ -124,7 +124,7 @@ def _queries(source: str, limit: int | None) -> Sequence[str] | Iterator[str]:
     return load_queries(source).one_by_one()[:limit]
 
 
-def _way(model: str, rerank: int | None = None, originals: Path | None = None, rerank_with: str = "") -> SearchSetup:
+def _way(model: str, rerank: int | None = None, originals: list[Path] | None = None, rerank_with: str = "") -> SearchSetup:
     from xcompat.models.embedder import load_embedder
     from xcompat.retrieval.fallback import Fallback
     from xcompat.stores.shadow import SearchSetup

@@ -25,7 +25,7 @@ Dtype = Literal["float32", "bfloat16", "float16"] | None
 
 
 def load_originals(
-    source: Path, texts: dict[str, object], max_bad_share: float | None = None, metadata: bool | list[str] = True
+    source: Path | list[Path], texts: dict[str, object], max_bad_share: float | None = None, metadata: bool | list[str] = True
 ) -> Originals:
     """Load the images or texts of a source."""
     from xcompat.retrieval import originals
@@ -71,13 +71,13 @@ def require_ids_of_index(place: str, ids: Path | None) -> None:
         raise XcompatError(f"--ids gives the ids of a faiss index, but {place} is not a faiss index; remove --ids")
 
 
-def open_index(index: str, source: QuerySource, ids: Path | None, originals: Path | None) -> Gallery:
+def open_index(index: str, source: QuerySource, ids: Path | None, originals: list[Path] | None) -> Gallery:
     """Open a faiss index, to search it with a map."""
     from xcompat.embeddings.provider import query_model
     from xcompat.retrieval import index_gallery
 
     return index_gallery.open_index(
-        Path(index), query_model(source), ids, originals=load_originals(originals, {}) if originals is not None else None
+        Path(index), query_model(source), ids, originals=load_originals(originals, {}) if originals else None
     )
 
 
@@ -101,7 +101,7 @@ def load_old_model(typed: Queries, source: QuerySource, fallback: str, below: fl
 
 
 def load_reranker(
-    source: QuerySource, candidates: int | None, originals: Path | None, model: str, budget: int | None, record_demand: bool
+    source: QuerySource, candidates: int | None, originals: list[Path] | None, model: str, budget: int | None, record_demand: bool
 ) -> Reranker | None:
     """Load the re-ranker of ``--rerank``; None without the option."""
     if candidates is None:
@@ -109,7 +109,7 @@ def load_reranker(
     from xcompat.retrieval.reranking import Reranker, require_source
 
     embedder = require_source(load_model(model) if model else source)
-    read = None if originals is None else load_originals(originals, {})
+    read = load_originals(originals, {}) if originals else None
     return Reranker(embedder, read, None if candidates is True else candidates, budget=budget, record_demand=record_demand)
 
 

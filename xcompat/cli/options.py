@@ -116,9 +116,9 @@ Candidates = Annotated[
     ),
 ]
 OriginalsOf = Annotated[
-    Path | None,
+    list[Path] | None,
     typer.Option(
-        help="Gallery images or texts, for --rerank. Default: texts in the metadata.",
+        help="Gallery images or texts, for --rerank. Repeatable. Default: texts in the metadata.",
         rich_help_panel=RERANKING,
     ),
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -31,11 +32,11 @@ def require_one_search(query: str | None, queries: str | None, two_forms: bool, 
 
 
 def require_reranking(
-    rerank: int | None, originals: Path | None, rerank_with: str, budget: int | None, record_demand: bool
+    rerank: int | None, originals: Sequence[Path] | None, rerank_with: str, budget: int | None, record_demand: bool
 ) -> None:
     """Raise for re-ranking options without ``--rerank``, or missing inputs."""
     given = {
-        "--originals": originals is not None,
+        "--originals": bool(originals),
         "--rerank-with": bool(rerank_with),
         "--rerank-budget": budget is not None,
         "--record-demand": record_demand,
@@ -43,8 +44,8 @@ def require_reranking(
     if rerank is None:
         for option in (name for name, is_given in given.items() if is_given):
             raise XcompatError(f"{option} needs --rerank; add --rerank 20")
-    if originals is not None:
-        local_files(str(originals))
+    for path in originals or ():
+        local_files(str(path))
     if rerank_with:
         require_models(rerank_with)
 

@@ -215,15 +215,15 @@ def _ids_if_cut_differently(document: str, count: int) -> tuple[str, ...]:
 
 
 def load_originals(
-    path: str | Path,
+    path: str | Path | Sequence[str | Path],
     max_bad_share: float | None = None,
     metadata: bool | list[str] = True,
     **options: object,
 ) -> Originals:
-    """Read images or texts from a path.
+    """Read images or texts from a path, or from several (:func:`merge_originals`).
 
     Args:
-        path: as in :class:`~xcompat.data.PairSource` or :class:`~xcompat.data.TextSource`.
+        path: as in :class:`~xcompat.data.PairSource` or :class:`~xcompat.data.TextSource`, or several of them.
         max_bad_share: largest share of unreadable images; by default :data:`UNREADABLE`.
         metadata: table columns to store with each item; True for all, False for none.
         options: text source fields; any of them selects texts.
@@ -234,6 +234,8 @@ def load_originals(
     Raises:
         XcompatError: the path has neither, a file is damaged, or an option does not apply.
     """
+    if not isinstance(path, str | Path):
+        return merge_originals([load_originals(each, max_bad_share, metadata, **options) for each in path])
     if not options and contains_images(str(path)):
         share = UNREADABLE if max_bad_share is None else max_bad_share
         return Images(load_images(path, share, metadata), share)
@@ -259,8 +261,8 @@ def merge_originals(parts: Sequence[Originals]) -> Originals:
     if len(parts) == 1:
         return first
     if len({part.kind for part in parts}) > 1:
-        raise XcompatError("a gallery contains either images or texts; remove --images or --texts")
-    named = (CAPTION, IMAGE) if isinstance(first, Images) else (METADATA, TEXT)
+        raise XcompatError("a gallery contains either images or texts, but its sources contain both; remove one kind")
+    named = (CAPTION, METADATA, IMAGE) if isinstance(first, Images) else (METADATA, TEXT)
     columns = [ID, *(name for name in named if any(name in part.dataset.column_names for part in parts))]
     tables = [part.dataset.select_columns([name for name in columns if name in part.dataset.column_names]) for part in parts]
     if len({str(table.features[CAPTION]) for table in tables if CAPTION in table.column_names}) > 1:  # single captions and lists

@@ -48,19 +48,22 @@ class Counts:
         cached: made by an earlier search.
         embedded: made now.
         missing: unknown, unreadable or over budget; the old score is kept.
+        unreadable: those of the missing that are among the originals.
     """
 
     stored: int = 0
     cached: int = 0
     embedded: int = 0
     missing: int = 0
+    unreadable: int = 0
 
     def __str__(self) -> str:
         parts = (
             (self.embedded, "embedded"),
             (self.cached, "from the cache"),
             (self.stored, "stored"),
-            (self.missing, "unreadable"),
+            (self.missing - self.unreadable, "missing"),
+            (self.unreadable, "unreadable"),
         )
         return ", ".join(f"{count:,} {name}" for count, name in parts if count) or "none"
 
@@ -383,13 +386,17 @@ class Reranker:
     def _embed(self, wanted: Mapping[str, Hit]) -> dict[str, NDArray[np.float32]]:
         """Embed originals; skip unreadable ones, and all if the model fails."""
         made: dict[str, NDArray[np.float32]] = {}
+        count = 0
         for originals, rows in self._read(wanted):
+            count += len(rows)
             try:
                 for part, embeds in self._embed_rows(originals, rows):
                     made.update(zip([originals.ids[row] for row in part.tolist()], embeds, strict=True))
             except XcompatError as error:  # e.g. a failing service: the old order is better than none
                 notice_once(f"candidates keep their old scores: {error}")
-        return {name: embed_D for name, embed_D in made.items() if np.isfinite(embed_D).all() and embed_D.any()}
+        usable = {name: embed_D for name, embed_D in made.items() if np.isfinite(embed_D).all() and embed_D.any()}
+        self.counts.unreadable += count - len(usable)
+        return usable
 
     def _embed_rows(
         self, originals: Originals, rows: NDArray[np.int64]
