@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import itertools
 import os
@@ -795,6 +796,25 @@ def said(*arguments: str) -> tuple[int, str]:
     del result  # whose traceback holds the store, which may be open once
     gc.collect()
     return found
+
+
+def test_queries_of_the_new_model_fit_mapped_vectors(store: Store, vectors: np.ndarray, model: RidgeModel) -> None:
+    """The map's encoder, and names of the old model, are known to the vectors' model, whatever the spaces are called."""
+    new, alias, mapping = Fingerprint("d" * 64, "the new model"), Fingerprint.from_string("old"), Mapping(copy.deepcopy(model))
+    mapping.model.config.encoder = {"fingerprint": new.digest}
+    store.set_aliases(OLD, [alias.digest])
+    migration.start(store, mapping)
+    mapped = mapping(vectors[7:8])
+    for step, fits, asked, misfit in [
+        (migration.switch, new, mapped, alias),
+        (migration.rollback, alias, vectors[7:8], new),
+        (migration.switch, new, mapped, alias),
+        (migration.finish, new, mapped, alias),
+    ]:
+        step(store, mapping) if step is migration.switch else step(store)
+        assert store.find(asked, fits, 1)[0][0].id == "7"
+        with pytest.raises(FingerprintMismatchError, match="cannot be compared with"):
+            store.find(asked, misfit, 1)
 
 
 def test_the_doctor_finds_the_model_of_a_store(described: Place, folder_of: dict[str, str], tmp_path: Path) -> None:
