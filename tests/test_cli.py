@@ -6,6 +6,7 @@ import errno
 import importlib.metadata
 import json
 import os
+import shlex
 import shutil
 import signal
 import socket
@@ -13,7 +14,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ import faiss
 import numpy as np
 import pytest
 import torch
+import typer
 import warm
 import yaml
 from conftest import without_drawings
@@ -28,9 +30,10 @@ from hub_server import Hub, Repository
 from pydantic import BaseModel, ValidationError
 from schedule import mostly_nightly, mostly_nightly_rows
 from transformers import AutoModel
+from typer.core import TyperGroup
 
 from xcompat import Fingerprint, __version__, cli
-from xcompat.cli.verbs import ORDER, SELDOM
+from xcompat.cli.verbs import CONTEXT, EXAMPLES, ORDER, PANELS, SELDOM
 from xcompat.methods import METHODS
 from xcompat.models.embedder import load_checkpoint
 from xcompat.report import load_report
@@ -702,6 +705,29 @@ def test_help_of_every_verb_comes_without_torch() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("Usage: ") == len(VERBS) and "<bool>" not in done.stdout, "a flag takes no value"
+
+
+def commands_of(command: Any, typed: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
+    if not isinstance(command, TyperGroup):
+        yield " ".join(typed), command
+    else:
+        for name, inner in command.commands.items():
+            yield from commands_of(inner, (*typed, name))
+
+
+def test_examples_in_help_are_valid_and_large_commands_have_panels(run: Run) -> None:
+    commands = dict(commands_of(typer.main.get_command(cli.app)))
+    assert commands.keys() == EXAMPLES.keys()
+    alone = {"gallery compact", "version"}  # without options
+    assert {name for name, examples in EXAMPLES.items() if len(examples) != 2} == alone
+    for name, examples in EXAMPLES.items():
+        for example in examples:
+            assert example.startswith(name)
+            commands[name].make_context(name, shlex.split(example.removeprefix(name)), **CONTEXT)  # raises for unknown options
+    told = run("map", "--help")[1]
+    assert [panel for panel in ("Data", "Models", "Choice of the map", "Examples:") if f" {panel}" not in told] == []
+    known = {max(option.opts, key=len) for command in commands.values() for option in command.params}
+    assert set(PANELS) <= known, "a panel names an option that no command has"
 
 
 def test_every_command_says_what_it_loads_before_it_imports_torch(

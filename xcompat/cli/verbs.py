@@ -1,4 +1,4 @@
-"""Order of the verbs in help, and how help shows their options."""
+"""Layout of help: the order of verbs, panels of options, and examples."""
 
 from __future__ import annotations
 
@@ -13,6 +13,146 @@ ORDER = (
     *("recipes", "train", "compare", "embed", "push", "find"),
 )
 """Verbs in the order of use; those of :data:`SELDOM` follow."""
+EXAMPLES = {
+    "demo": ("demo", "demo --out runs/demo"),
+    "quickstart characters": ("quickstart characters", "quickstart characters --out runs/first"),
+    "quickstart texts": ("quickstart texts", "quickstart texts --data scifact/"),
+    "map": (
+        "map --old index.faiss --ids ids.txt --new google/siglip2-base-patch16-224 --images photos/",
+        "map --old embeddings/old --new embeddings/new --old-model clip-b32 --out runs/map",
+    ),
+    "evaluate": ("evaluate runs/xbt", "evaluate --old test/old --new test/new --map runs/map --rerank 20"),
+    "shadow": (
+        "shadow gallery --queries queries.txt --old runs/old --model runs/map",
+        "shadow gallery --queries queries.txt --old runs/old --model runs/map --rerank 20 --originals photos/",
+    ),
+    "plan": (
+        "plan runs/xbt --items 10000000 --queries-per-day 50000",
+        "plan runs/xbt --items 10000000 --queries-per-day 50000 --embeds-per-second 800 --plot plan.png",
+    ),
+    "gallery build": (
+        "gallery build photos/ --model runs/old --out gallery",
+        "gallery build articles.jsonl --model sentence-transformers/all-MiniLM-L6-v2 --out gallery",
+    ),
+    "gallery adopt": (
+        "gallery adopt index.faiss --model runs/old --out gallery",
+        "gallery adopt index.faiss --ids ids.txt --model runs/old --out gallery",
+    ),
+    "gallery search": (
+        'gallery search gallery "a red shoe" --model runs/xbt',
+        "gallery search index.faiss photos/1.jpg --model runs/map --rerank 20 --originals photos/",
+    ),
+    "gallery add": (
+        "gallery add gallery more_photos/ --model runs/xbt",
+        "gallery add gallery photos/ --model runs/xbt --replace",
+    ),
+    "gallery upgrade": (
+        "gallery upgrade gallery --model runs/fct",
+        "gallery upgrade gallery --model runs/xbt --backfill photos/ --budget 1000",
+    ),
+    "gallery info": ("gallery info gallery", "gallery info gallery --json"),
+    "gallery alias": ("gallery alias gallery clip-b32", 'gallery alias "postgresql://db/shop?table=products" clip-b32'),
+    "gallery verify": ("gallery verify gallery", "gallery verify gallery --json"),
+    "gallery doctor": (
+        "gallery doctor gallery --model runs/old --images photos/",
+        "gallery doctor gallery --model runs/old --canary",
+    ),
+    "gallery rollback": ("gallery rollback gallery", "gallery rollback gallery --list"),
+    "gallery resync": ("gallery resync gallery", "gallery resync gallery --ids ids.txt"),
+    "gallery compact": ("gallery compact gallery",),
+    "serve": (
+        "serve index.faiss --model runs/map --images photos/",
+        "serve gallery --model runs/xbt --old runs/old --images photos/ --no-browser",
+    ),
+    "migrate plan": (
+        'migrate plan "postgresql://db/shop?table=products" --from clip-b32 --model runs/map',
+        'migrate plan "qdrant://host:6333/products" --model runs/xbt --embed image --image-folder /data/photos',
+    ),
+    "migrate start": (
+        'migrate start "postgresql://db/shop?table=products" --from clip-b32 --model runs/map',
+        'migrate start "sqlite:///srv/shop.db?table=items" --from clip-b32 --model runs/map --batch 5000',
+    ),
+    "migrate status": (
+        'migrate status "postgresql://db/shop?table=products"',
+        'migrate status "postgresql://db/shop?table=products" --json',
+    ),
+    "migrate verify": (
+        'migrate verify "postgresql://db/shop?table=products" --model runs/map',
+        'migrate verify "postgresql://db/shop?table=products" --model runs/map --json',
+    ),
+    "migrate switch": (
+        'migrate switch "postgresql://db/shop?table=products" --model runs/map',
+        'migrate switch "chroma://host:8000?collection=items" --model runs/map',
+    ),
+    "migrate rollback": (
+        'migrate rollback "postgresql://db/shop?table=products"',
+        'migrate rollback "chroma://host:8000?collection=items"',
+    ),
+    "migrate finish": (
+        'migrate finish "postgresql://db/shop?table=products"',
+        'migrate finish "postgresql://db/shop?table=products" --yes',
+    ),
+    "export faiss": (
+        "export faiss index.faiss --model runs/map --out new.faiss",
+        "export faiss gallery --model runs/map --memory transform --out new.faiss",
+    ),
+    "export sentence-transformers": (
+        "export sentence-transformers runs/xbt --out exported",
+        "export sentence-transformers runs/xbt --space own --out exported",
+    ),
+    "export onnx": ("export onnx runs/xbt --out onnx", "export onnx runs/xbt --space own --out onnx"),
+    "export atlas": ("export atlas runs/xbt --out atlas", "export atlas runs/xbt --items 2000 --out atlas"),
+    "recipes": ("recipes", "recipes fashion/xbt"),
+    "train": ("train recipes/fashion/xbt.yaml", 'train recipes/fashion/xbt.yaml "training.max_steps=100" --dry-run'),
+    "compare": (
+        "compare recipes/fashion/methods.yaml",
+        'compare recipes/bench "seeds=[0]" --stage mine.yaml',
+    ),
+    "embed": (
+        "embed photos/ --model openai/clip-vit-base-patch32 --out embeddings/old",
+        "embed articles.parquet --model runs/map --column embedding --out mapped",
+    ),
+    "push": ("push runs/xbt user/clip-l14-compatible-with-b32", "push runs/map user/map --private --memory none"),
+    "find": (
+        "find --old openai/clip-vit-base-patch32",
+        "find --old openai/clip-vit-base-patch32 --new google/siglip2-base-patch16-224 --json",
+    ),
+    "caption": (
+        "caption photos/ --model Salesforce/blip-image-captioning-base --out captions.jsonl",
+        'caption photos/ --model Salesforce/blip-image-captioning-base --prompt "a photo of" --out captions.jsonl',
+    ),
+    "classes": ("classes imagenet", "classes imagenet --to classes.txt"),
+    "report": ("report runs/xbt", "report runs/judged"),
+    "lineage": ("lineage runs/xbt", "lineage user/clip-l14-compatible-with-b32"),
+    "version": ("version",),
+    "help": ("help map", "help gallery"),
+}
+"""Command -> what to type after ``xcompat``."""
+
+LARGE = 10
+"""Fewest options of a command whose options are shown in panels."""
+_IN = "--old --new --ids --images --texts --gallery --id-column --vector-name --sample --data --qrels --queries --limit --column"
+_IN += " --from-faiss --metadata --no-metadata --max-bad-share --from --where --embed --image-folder"
+_MODELS = "--model --old-model --new-model --fallback --fallback-below --dtype --side-info --new-own --independent --map"
+_OUT = "--out --output --into --overwrite --json --csv --show --group-by --top-k"
+_CHOICE = "--searched-classes --seed --remember-items --start-from --activation --direction --memory --memory-codec --allow-worse"
+_WORK = "--engine --workers --gpus-per-worker --batch --rows-per-second --budget"
+_SERVER = "--host --port --no-browser --allow-changes --password-file --allow-host"
+_SERVICE = "--embed-with --requests-per-minute --price-per-million-tokens"
+PANELS = {
+    option: panel
+    for panel, options in {
+        "Data": _IN,
+        "Models": _MODELS,
+        "Choice of the map": _CHOICE,
+        "Embedding service": _SERVICE,
+        "Work": _WORK,
+        "Web server": _SERVER,
+        "Results": _OUT,
+    }.items()
+    for option in options.split()
+}
+"""Option -> panel."""
 
 
 class Verbs(TyperGroup):
@@ -20,7 +160,7 @@ class Verbs(TyperGroup):
 
     def get_params(self, ctx: typer.Context) -> list[Any]:  # type: ignore[override]  # typer's own context
         """Return the options before the verb; called before any help is shown."""
-        _hide_flag_types(self)
+        _lay_out_help(self)
         return super().get_params(ctx)
 
     def list_commands(self, ctx: typer.Context) -> list[str]:  # type: ignore[override]  # typer's own context
@@ -28,15 +168,19 @@ class Verbs(TyperGroup):
         return sorted(self.commands, key=lambda name: ORDER.index(name) if name in ORDER else len(ORDER))
 
 
-def _hide_flag_types(command: TyperCommand | TyperGroup) -> None:
-    """Show flags as ``--overwrite``, not as ``--overwrite <bool>``."""
+def _lay_out_help(command: TyperCommand | TyperGroup, typed: tuple[str, ...] = ()) -> None:
+    """Add examples and panels, and show flags as ``--overwrite``, not as ``--overwrite <bool>``."""
     options = [*command.params, command.get_help_option(typer.Context(command, **CONTEXT))]
     for option in options:
-        if isinstance(option, TyperOption) and option.is_flag:
-            option.metavar = ""
-    for inner in command.commands.values() if isinstance(command, TyperGroup) else ():
+        if isinstance(option, TyperOption):
+            option.metavar = "" if option.is_flag else option.metavar
+            if len(command.params) >= LARGE and option.rich_help_panel is None:
+                option.rich_help_panel = PANELS.get(max(option.opts, key=len))
+    if examples := EXAMPLES.get(" ".join(typed)):
+        command.epilog = "\n\n".join(["Examples:", *(f"  xcompat {example}" for example in examples)])
+    for name, inner in command.commands.items() if isinstance(command, TyperGroup) else ():
         if isinstance(inner, TyperCommand | TyperGroup):
-            _hide_flag_types(inner)
+            _lay_out_help(inner, (*typed, name))
 
 
 CONTEXT: dict[str, Any] = {"help_option_names": ["-h", "--help"]}
