@@ -325,6 +325,7 @@ GPU_LINES = (
     "pair stage, 8 pairs in parts of 4, FSDP2 on one GPU",
     "text embedding, from tokens",
     "text embedding, from strings",
+    "ranking 200 x 200",
     "re-ranking 8 hits per query",
 )
 

@@ -28,6 +28,8 @@ from xcompat import Fingerprint
 from xcompat.data.schema import ID
 from xcompat.embeddings.embed import MANY_TOKENS, embed_images, embed_texts, images_per_batch
 from xcompat.encoders.prefixes import length_sorted_batches
+from xcompat.evaluation.labelled import Items, LabelledPairs
+from xcompat.evaluation.ranking import rank
 from xcompat.models.embedder import Embedder
 from xcompat.retrieval import Gallery
 from xcompat.retrieval.originals import Images
@@ -37,6 +39,7 @@ PRODUCTS = 64  # matrix products a run: a card needs some time to reach its cloc
 LEAST_SHARE = 0.85
 PHOTO_ROUNDS = 3
 HITS, QUERIES = 20, 16
+PER_CLASS = 50
 
 
 def product(size: Size, device: torch.device) -> Figure:
@@ -130,6 +133,16 @@ def reranking(embedder: Embedder, size: Size, device: torch.device) -> Figure:
     what = f"re-ranking {hits} hits per query"
     note = f"queries a second, one by one: {1000 / rate:.1f} ms each, of which search is no part; {hits} photos read and embedded"
     return Figure(what, rate, None, peak_since(device), note=note)
+
+
+def ranking(size: Size, device: torch.device) -> Figure:
+    """Rank all items for as many queries by exact scores, as evaluations do."""
+    embeds_ND = torch.randn(size.ranked, OLD_DIM, device=device)
+    items = Items(embeds_ND, np.arange(size.ranked) % (size.ranked // PER_CLASS), np.arange(size.ranked))
+    pairs = LabelledPairs(items, items)
+    rate = size.ranked / seconds_of(lambda: rank(pairs), device, PHOTO_ROUNDS)
+    what, flops = f"ranking {size.ranked:,} x {size.ranked:,}", 2.0 * rate * size.ranked * OLD_DIM
+    return Figure(what, rate, flops, peak_since(device), note="queries a second, by products in float64")
 
 
 def images_compiled(embedder: Embedder, eager: Figure, device: torch.device) -> Figure:

@@ -45,6 +45,7 @@ class Size(NamedTuple):
         product: rows of the matrix product.
         seconds: how long a training is timed.
         warm: steps before that, which use up what a dataloader made ahead.
+        ranked: items that are ranked for as many queries.
     """
 
     clip: dict[str, Any]
@@ -57,6 +58,7 @@ class Size(NamedTuple):
     product: int
     seconds: float
     warm: int
+    ranked: int
 
     @property
     def edges(self) -> tuple[int, int]:
@@ -67,11 +69,11 @@ class Size(NamedTuple):
 
 FULL = Size(
     {"model_type": "clip", "projection_dim": 768, "text_config": TEXT, "vision_config": VISION},
-    65536, 16384, 2_000_000, 8192, 1024, 128, 8192, 30.0, 8,
+    65536, 16384, 2_000_000, 8192, 1024, 128, 8192, 30.0, 8, 50_000,
 )  # fmt: skip
 SMALL = Size(
     {"model_type": "clip", "projection_dim": 16, "text_config": TOY, "vision_config": TOY | {"image_size": 32, "patch_size": 8}},
-    64, 8, 64, 16, 8, 4, 64, 0.2, 1,
+    64, 8, 64, 16, 8, 4, 64, 0.2, 1, 200,
 )  # fmt: skip
 
 

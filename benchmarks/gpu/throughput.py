@@ -6,8 +6,8 @@ Samples a second, TFLOP/s and their share of a bfloat16 matrix product measured 
 φ in batches of 8,192 from an embedding cache on the disk (its logits in float32 as with `training.tf32: false`, and in TF32),
 text embedding (from tokens on the card, and from strings into a cache), image embedding (from tensors, the same compiled, and
 from JPEG files into a cache), the pair stage with 1,024 pairs by the Trainer, alone and under FSDP2 in one process of `accelerate
-launch`, and queries whose first 20 hits are re-ranked. All models are of CLIP L/14's size with random weights, on which speed
-does not depend.
+launch`, exact rankings of 50,000 items for as many queries, and queries whose first 20 hits are re-ranked. All models are of CLIP
+L/14's size with random weights, on which speed does not depend.
 
 Each line goes into the page as soon as it is measured, so a run that is stopped keeps what it had; a part that fails is a
 line too. It is built to end within nine minutes on an H100. With --tiny every part runs at toy size, on a CPU too, and is
@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 import torch
 import typer
-from embedding_parts import embedder_of, images, images_compiled, photos, product, reranking, strings, tokens
+from embedding_parts import embedder_of, images, images_compiled, photos, product, ranking, reranking, strings, tokens
 from rich.console import Console
 from setting import FULL, SMALL, Figure, Size
 from training_parts import pair_stage, projection, sharded
@@ -86,6 +86,7 @@ class Measuring:
             Part("pair stage", 110, lambda done: [pair_stage(size, device, done[0])]),
             Part("pair stage, FSDP2 on one GPU", 100, self._sharded),
             Part("text embedding", 60, self._texts),
+            Part("ranking", 30, lambda _: [ranking(size, device)]),
             Part("re-ranking", 40, self._reranking),
             *([Part("image embedding, compiled", 120, self._compiled)] if device.type == "cuda" else []),
         ]
