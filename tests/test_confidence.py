@@ -99,7 +99,7 @@ def test_without_enough_queries_of_both_kinds_there_is_no_confidence() -> None:
     evidence = drawn_evidence(400, 3.0, -1.0)
     few = np.zeros(400, bool)
     few[: 2 * FEWEST] = True
-    assert calibrate(replace(evidence, hurt_Q=few, recall_Q=1.0 - few))[0] is not None
+    assert calibrate(replace(evidence, hurt_Q=few, recalled_norm_Q=1.0 - few))[0] is not None
     few[0] = False
     found, why = calibrate(replace(evidence, hurt_Q=few))
     assert found is None and f"only {FEWEST - 1} queries that were hurt" in why
@@ -128,7 +128,7 @@ def test_who_was_hurt_is_what_the_folds_say(monkeypatch: pytest.MonkeyPatch) -> 
                 for q in (asked, pairs.old_Nd[rows])
             )
             hurt += (mine.average_precision_Q < theirs.average_precision_Q).tolist()
-    np.testing.assert_allclose(evidence.recall_Q, leaning, atol=1e-5)
+    np.testing.assert_allclose(evidence.recalled_norm_Q, leaning, atol=1e-5)
     assert evidence.hurt_Q.tolist() == hurt and set(evidence.folds_Q) == {0, 1}
     assert len(set(evidence.about_Q)) < len(hurt), "an item is asked in several protocols"
     assert choice.confidence is not None and as_json(choice)["confidence"]["hurt"] == pytest.approx(np.mean(hurt))

@@ -158,10 +158,10 @@ PANELS = {
 class Verbs(TyperGroup):
     """The verbs, listed in the order of use."""
 
-    def get_params(self, ctx: typer.Context) -> list[Any]:  # type: ignore[override]  # typer's own context
-        """Return the options before the verb; called before any help is shown."""
+    def make_context(self, *arguments: Any, **settings: Any) -> Any:  # noqa: ANN401 - typer's own context
+        """Lay out the help once, before the typed words are read."""
         _lay_out_help(self)
-        return super().get_params(ctx)
+        return super().make_context(*arguments, **settings)
 
     def list_commands(self, ctx: typer.Context) -> list[str]:  # type: ignore[override]  # typer's own context
         """Return the names of all verbs."""

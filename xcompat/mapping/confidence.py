@@ -24,14 +24,14 @@ class Evidence:
     """Results of held-out queries, with similar counts for all protocols.
 
     Args:
-        recall_Q: norm of the old embedding that the memory recalls for each query, a weighted mean of similar items' old
+        recalled_norm_Q: norm of the old embedding that the memory recalls for each query, a weighted mean of similar items' old
             embeddings. Longer means that these items agree.
         hurt_Q: whether average precision (captions: reciprocal rank) is below the old query's.
         folds_Q: fold of each query.
         about_Q: item of each query; protocols share items.
     """
 
-    recall_Q: NDArray[np.float64]
+    recalled_norm_Q: NDArray[np.float64]
     hurt_Q: NDArray[np.bool_]
     folds_Q: NDArray[np.int64]
     about_Q: NDArray[np.int64]
@@ -73,19 +73,19 @@ def calibrate(evidence: Evidence) -> tuple[Calibration | None, str]:
         return None, f"a fold has only {fewest} queries that were hurt, or that were not; {FEWEST} of each are needed"
     probability_Q = np.empty(len(evidence.hurt_Q))
     for mine_Q, others_Q in sides:
-        slope, offset = _fit_logistic(evidence.recall_Q[others_Q], evidence.hurt_Q[others_Q])
-        probability_Q[mine_Q] = 1 / (1 + np.exp(-(slope * evidence.recall_Q[mine_Q] + offset)))
+        slope, offset = _fit_logistic(evidence.recalled_norm_Q[others_Q], evidence.hurt_Q[others_Q])
+        probability_Q[mine_Q] = 1 / (1 + np.exp(-(slope * evidence.recalled_norm_Q[mine_Q] + offset)))
     area = area_under_roc(probability_Q, ~evidence.hurt_Q, evidence.about_Q)
     if not area.low > 0.5:
         return None, f"on the validation split it is no better than chance (AUROC {area.low:.2f} to {area.high:.2f})"
     risk_Q = risk_coverage(probability_Q, evidence.hurt_Q)
     risk = {share: float(risk_Q[max(1, round(share * len(risk_Q))) - 1]) for share in COVERAGES}
     error, hurt = calibration_error(probability_Q, ~evidence.hurt_Q), float(evidence.hurt_Q.mean())
-    return Calibration(*_fit_logistic(evidence.recall_Q, evidence.hurt_Q), area, error, hurt, risk), ""
+    return Calibration(*_fit_logistic(evidence.recalled_norm_Q, evidence.hurt_Q), area, error, hurt, risk), ""
 
 
-def _fit_logistic(recall_Q: NDArray[np.float64], hurt_Q: NDArray[np.bool_]) -> tuple[float, float]:
+def _fit_logistic(recalled_norm_Q: NDArray[np.float64], hurt_Q: NDArray[np.bool_]) -> tuple[float, float]:
     from sklearn.linear_model import LogisticRegression
 
-    found = LogisticRegression(C=1e4).fit(recall_Q[:, None], ~hurt_Q)
+    found = LogisticRegression(C=1e4).fit(recalled_norm_Q[:, None], ~hurt_Q)
     return float(found.coef_[0, 0]), float(found.intercept_[0])

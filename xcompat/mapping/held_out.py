@@ -283,20 +283,20 @@ class ValidationSplit(ABC):
 
     def evidence(self, candidate: Candidate) -> Evidence:
         """Measure for each query the length of its recalled embedding, and whether the candidate hurts it."""
-        recall: dict[tuple[int, str], NDArray[np.float64]] = {}
+        norms: dict[tuple[int, str], NDArray[np.float64]] = {}
         queries = self.queries_of(candidate)
 
         def noted(fold: int, protocol: str, rows_Q: NDArray[np.int64], side: PairedEmbeddings) -> NDArray[np.float32]:
             recalled_Qd = self.known[fold].recall_embeddings(candidate, side.new_ND[rows_Q], protocol)
-            recall[fold, protocol] = recalled_Qd.norm(dim=1).double().numpy()
+            norms[fold, protocol] = recalled_Qd.norm(dim=1).double().numpy()
             return queries(fold, protocol, rows_Q, side)
 
         new = self.measure(noted)
         hurt = [mine.quality_Q < floor.quality_Q for mine, floor in zip(new, self.old, strict=True)]
         folds = [np.full(len(each.quality_Q), each.fold) for each in new]
         about = [each.about_Q * len(self.known) + each.fold for each in new]
-        lengths = [recall[each.fold, each.protocol] for each in new]
-        return Evidence(*(np.concatenate(parts) for parts in (lengths, hurt, folds, about)))
+        norms_Q = [norms[each.fold, each.protocol] for each in new]
+        return Evidence(*(np.concatenate(parts) for parts in (norms_Q, hurt, folds, about)))
 
     def try_candidate(self, candidate: Candidate) -> Trial:
         """Measure a candidate."""
