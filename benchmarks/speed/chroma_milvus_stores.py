@@ -139,7 +139,7 @@ def compare(name: str, side: Chroma | Milvus, mapping: Mapping, old_ND: np.ndarr
             "",
             took["ours"],
             took["bare"],
-            "with reading and what keeps it safe",
+            "including reads and checks for changes",
         ),
         timed(f"store.search, {name}", "the client's search", "<= 1.05", asked["ours"], asked["bare"], per_query),
     ]

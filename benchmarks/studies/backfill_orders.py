@@ -114,8 +114,8 @@ def simple_orders(stored: Photos, found: Mapped, learned: Photos) -> dict[str, F
     return {
         "class by class": -stored.labels_N.astype(np.float32),  # as folders are read
         "found most often first": hubs_N.astype(np.float32),
-        "far from what was learned": -distance_N,
-        "error of the nearest learned": known_N[nearest_Nk].mean(1),
+        "largest distance to a training item": -distance_N,
+        "error of the nearest training items": known_N[nearest_Nk].mean(1),
         "error predicted by a line": ridge.predict(found.stored_ND).astype(np.float32),
     }
 

@@ -39,7 +39,7 @@ class MiniVec2VecConfig(MappedConfig):
         neighbours: number of target embeddings to average into an unknown partner.
         rounds: refinement rounds.
         sample: most embeddings per side to use.
-        least_agreement: least mean cosine between the maps from two separate halves of the data; below it, there is no map. Use
+        least_agreement: least mean cosine between the maps from two separate halves of the data; below it, fitting fails. Use
             -1 to accept any map.
         seed: random seed.
     """
