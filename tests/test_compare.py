@@ -158,8 +158,8 @@ def test_verdicts_and_costs(comparison: Comparison, contenders: list[EvaluatedMe
     costs = {row.name: row.cells[1] for row in tables(comparison)[-1].rows}
     outcomes = {row.name: {each.outcome for each in row.differences} for row in comparison.methods}
     for name, found in outcomes.items():
-        said = "worse" if "worse" in found else "better" if found == {"better"} else "cannot tell"
-        assert re.fullmatch(rf"{said}( \([\d,]+ queries\))?" if said == "cannot tell" else said, costs[name])
+        said = "worse" if "worse" in found else "better" if found == {"better"} else "undecided"
+        assert re.fullmatch(rf"{said}( \([\d,]+ queries\))?" if said == "undecided" else said, costs[name])
     assert len(set().union(*outcomes.values())) > 1
 
 

@@ -257,7 +257,7 @@ def test_verdict_follows_the_criterion() -> None:
     lost = replace(shell, cases=bad.cases, criterion=bad.criterion)
     failed, luck = verdicts(lost)  # new and independent are the same here
     assert (failed.answer, failed.detail) == ("no", "4 of 4 metrics did not improve over old queries.")
-    assert luck.answer == "cannot tell" and "is unknown, as a metric does not differ" in luck.detail
+    assert luck.answer == "undecided" and "is unknown, as a metric does not differ" in luck.detail
     values = {(case.label, case.direction, metric): value for case in bad.cases for metric, value in case.metrics.items()}
     percents = f"{100 * values['old/old', 'text-to-image', 'recall@5']:.1f} %"
     assert f"text to image R@5: new/old {percents} <= old/old {percents}" in failed_lines(lost)
@@ -271,15 +271,15 @@ def test_verdict_follows_the_criterion() -> None:
         ([(0.02, 0.01, 0.03, 90), (-0.02, -0.03, -0.01, 90)], "worse", ""),
         (
             [(0.02, -0.01, 0.03, 812), (0.01, -0.02, 0.02, 1289)],
-            "cannot tell",
+            "undecided",
             "About 1,300 queries would show all gains: image to image y (+1.0 points) needs the most.",
         ),
         (
             [(-0.02, -0.05, 0.03, 812), (-0.01, -0.02, 0.02, 1289)],
-            "cannot tell",
+            "undecided",
             "About 810 queries would show a loss: image to image x (-2.0 points) needs the fewest.",
         ),
-        ([(0.02, -0.01, 0.03, 812), (0.0, -0.02, 0.02, None)], "cannot tell", "is unknown"),
+        ([(0.02, -0.01, 0.03, 812), (0.0, -0.02, 0.02, None)], "undecided", "is unknown"),
     ],
 )
 def test_what_is_luck_is_said_and_how_many_queries_would_tell(gains: list, answer: str, hint: str) -> None:

@@ -132,7 +132,7 @@ def overall_outcome(differences: Sequence[Difference]) -> Outcome:
     often than the 2.5 % of each.
     """
     outcomes = {each.outcome for each in differences}
-    return "worse" if "worse" in outcomes else "better" if outcomes == {"better"} else "cannot tell"
+    return "worse" if "worse" in outcomes else "better" if outcomes == {"better"} else "undecided"
 
 
 def find_deciding_difference(differences: Sequence[Difference]) -> Difference | None:
@@ -144,9 +144,9 @@ def find_deciding_difference(differences: Sequence[Difference]) -> Difference | 
     Returns:
         The comparison; None if the outcome is settled, or a deciding comparison has no estimate.
     """
-    if overall_outcome(differences) != "cannot tell":
+    if overall_outcome(differences) != "undecided":
         return None
-    open_ones = [each for each in differences if each.outcome == "cannot tell"]
+    open_ones = [each for each in differences if each.outcome == "undecided"]
     losing = [each for each in open_ones if each.mean < 0]
     known = [(each.queries_needed, each) for each in losing or open_ones if each.queries_needed is not None]
     if not known or (not losing and len(known) < len(open_ones)):

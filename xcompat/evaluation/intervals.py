@@ -16,7 +16,7 @@ POWER = 0.8
 """Statistical power of :func:`queries_needed` (Cohen's convention)."""
 ROUNDING = 1e-12
 """Largest rounding error of a mean of float64 differences of numbers of about 1. Means up to it count as zero."""
-Outcome = Literal["better", "worse", "cannot tell"]
+Outcome = Literal["better", "worse", "undecided"]
 """Position of a difference's interval: above zero, below it, or on both sides."""
 
 
@@ -44,7 +44,7 @@ class PairedDifference:
     @property
     def excludes_zero(self) -> bool:
         """Whether the interval excludes zero."""
-        return outcome_of(self.low, self.high) != "cannot tell"
+        return outcome_of(self.low, self.high) != "undecided"
 
 
 def outcome_of(low: float, high: float) -> Outcome:
@@ -52,9 +52,9 @@ def outcome_of(low: float, high: float) -> Outcome:
 
     Example:
         >>> outcome_of(0.01, 0.05), outcome_of(-0.05, -0.01), outcome_of(-0.01, 0.05)
-        ('better', 'worse', 'cannot tell')
+        ('better', 'worse', 'undecided')
     """
-    return "better" if low > 0 else "worse" if high < 0 else "cannot tell"
+    return "better" if low > 0 else "worse" if high < 0 else "undecided"
 
 
 def bootstrap_interval(

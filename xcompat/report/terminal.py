@@ -22,7 +22,7 @@ from xcompat.report.wording import failed_lines, gain, interval, search_name, ve
 _STYLES = {
     **dict.fromkeys(("yes", "better"), "bold green"),
     **dict.fromkeys(("no", "worse"), "bold red"),
-    **dict.fromkeys(("not measured", "cannot tell"), "yellow"),
+    **dict.fromkeys(("not measured", "undecided"), "yellow"),
 }
 WAYS = {"old/old": "old queries, unchanged vectors", "new/new": "new queries, re-embedded vectors"}
 

@@ -108,7 +108,7 @@ class Verdict(NamedTuple):
 
     Args:
         question: in plain words.
-        answer: ``yes``, ``no`` or ``not measured``; ``better``, ``worse`` or ``cannot tell``.
+        answer: ``yes``, ``no`` or ``not measured``; ``better``, ``worse`` or ``undecided``.
         detail: reason, in a sentence or two.
     """
 
@@ -252,10 +252,10 @@ def _describe_outcome(report: Report) -> Iterator[str]:
     """Describe the intervals, and the number of queries needed if the outcome is open."""
     differences = report.criterion.differences
     outcomes = [each.outcome for each in differences]
-    places = {"better": "lie above zero", "worse": "lie below zero", "cannot tell": "include zero"}
+    places = {"better": "lie above zero", "worse": "lie below zero", "undecided": "include zero"}
     told = [f"{outcomes.count(outcome)} {where}" for outcome, where in places.items() if outcome in outcomes]
     yield f"95 % intervals of the {len(outcomes)} gains: {', '.join(told)}." if told else "No gain was measured."
-    if overall_outcome(differences) != "cannot tell":
+    if overall_outcome(differences) != "undecided":
         return
     if (each := find_deciding_difference(differences)) is None or each.queries_needed is None:
         yield "The number of queries needed for a decision is unknown, as a metric does not differ on any query."
