@@ -37,6 +37,8 @@ def test_equals_the_naive_loop(items: list, seed: int) -> None:
     for chosen in (clusters, None):
         expected = naive_interval(values, chosen or list(range(len(values))), 40, 0.9, seed)
         assert bootstrap_interval(values, 40, 0.9, seed, chosen) == pytest.approx(expected, abs=1e-9)
+    numbers = np.array([ord(cluster) for cluster in clusters])
+    assert bootstrap_interval(values, 40, 0.9, seed, numbers) == bootstrap_interval(values, 40, 0.9, seed, clusters)
 
 
 def test_memory_blocks_do_not_change_the_draws(monkeypatch: pytest.MonkeyPatch) -> None:

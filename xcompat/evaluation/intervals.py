@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from xcompat.core.errors import XcompatError
 from xcompat.evaluation.identities import Ids, as_ids, id_codes
@@ -200,17 +203,31 @@ def resampled_means(values_QK: np.ndarray, n_resamples: int, seed: int, clusters
     n_clusters = len(sizes_C)
     # With the sizes as a column, one weighted sum over clusters gives numerators and denominator.
     sums_CK = np.stack([np.bincount(codes_Q, column, n_clusters) for column in values_QK.T] + [sizes_C], axis=1)
-    generator = np.random.default_rng(seed)
-    per_block = max(1, _BLOCK_NUMBERS // n_clusters)
+    is_small = n_resamples * n_clusters <= _BLOCK_NUMBERS
+    drawn = _draw_once(n_resamples, n_clusters, seed) if is_small else _draw_clusters(n_resamples, n_clusters, seed)
     means = []
+    for times_RC in drawn:
+        totals_RK = times_RC.astype(np.float64) @ sums_CK
+        means.append(totals_RK[:, :-1] / totals_RK[:, -1:])
+    return np.concatenate(means)
+
+
+def _draw_clusters(n_resamples: int, n_clusters: int, seed: int) -> Iterator[NDArray[np.unsignedinteger]]:
+    """Yield how many times each resample draws each cluster, block by block."""
+    generator, kind = np.random.default_rng(seed), np.min_scalar_type(n_clusters)
+    per_block = max(1, _BLOCK_NUMBERS // n_clusters)
     for start in range(0, n_resamples, per_block):
         count = min(per_block, n_resamples - start)
         drawn_RC = generator.integers(n_clusters, size=(count, n_clusters))
         offsets_R1 = np.arange(count)[:, None] * n_clusters
         times_RC = np.bincount((drawn_RC + offsets_R1).ravel(), minlength=count * n_clusters).reshape(count, n_clusters)
-        totals_RK = times_RC.astype(np.float64) @ sums_CK
-        means.append(totals_RK[:, :-1] / totals_RK[:, -1:])
-    return np.concatenate(means)
+        yield times_RC.astype(kind)
+
+
+@lru_cache(maxsize=8)
+def _draw_once(n_resamples: int, n_clusters: int, seed: int) -> tuple[NDArray[np.unsignedinteger], ...]:
+    """Return :func:`_draw_clusters` for a single block; all metrics of the same queries use it."""
+    return tuple(_draw_clusters(n_resamples, n_clusters, seed))
 
 
 def interval_bounds(means_RK: np.ndarray, level: float) -> tuple[np.ndarray, np.ndarray]:
@@ -248,4 +265,7 @@ def cluster_codes(clusters_Q: Ids | None, n_queries: int) -> np.ndarray:
     """Return int64 ``(Q,)`` cluster numbers; without clusters each query is its own."""
     if clusters_Q is None:
         return np.arange(n_queries)
+    if isinstance(clusters_Q, np.ndarray) and clusters_Q.dtype.kind == "i" and clusters_Q.shape == (n_queries,):
+        _, first_K, codes_Q = np.unique(clusters_Q, return_index=True, return_inverse=True)
+        return np.argsort(np.argsort(first_K))[codes_Q]  # numbered by first occurrence, as below
     return id_codes(as_ids(clusters_Q, n_queries, "clusters"), ())[0]
