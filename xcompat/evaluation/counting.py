@@ -17,7 +17,12 @@ _BUCKETS = (64, 16384)
 
 
 def count_at_least(
-    pairs: LabelledPairs, rows_B: np.ndarray, scores_N: torch.Tensor, owners_N: torch.Tensor, positives_B: torch.Tensor
+    pairs: LabelledPairs,
+    rows_B: np.ndarray,
+    scores_N: torch.Tensor,
+    owners_N: torch.Tensor,
+    positives_B: torch.Tensor,
+    scores_BG: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Count the gallery items that score at least as high as each positive does for its query.
 
@@ -27,6 +32,7 @@ def count_at_least(
         scores_N: float64 exact scores of their positives, by query, then ascending.
         owners_N: int64 query of each positive, as a position in ``rows_B``, ascending.
         positives_B: int64 positives per query, at least 1.
+        scores_BG: the queries' :meth:`~xcompat.evaluation.labelled.LabelledPairs.whole_tile`, if computed.
 
     Returns:
         int64 ``(N,)``, including the positive itself.
@@ -35,7 +41,8 @@ def count_at_least(
     fewest, most = _BUCKETS
     n_buckets = max(fewest, min(most, _BUCKETS_PER_POSITIVE * int(positives_B.max())))
     counts_N = torch.zeros_like(owners_N)
-    for rows, columns, scores_RC in pairs.tiles(rows_B):
+    whole = slice(0, len(rows_B)), slice(0, pairs.n_gallery)
+    for rows, columns, scores_RC in pairs.tiles(rows_B) if scores_BG is None else [(*whole, scores_BG)]:
         n_rows = max(1, min(_MOST_ROWS, _TILE[pairs.device.type] // (columns.stop - columns.start)))
         for part in blocks(len(scores_RC), n_rows):
             first = rows.start + part.start

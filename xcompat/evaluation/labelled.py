@@ -113,7 +113,8 @@ class LabelledPairs:
         self.tie_margin = tie_margin(self.dim, usual)
         self.query_codes, self.gallery_codes = self._codes(queries.labels_N, gallery.labels_N, label_names)
         # In class order, the positives of a block of queries form one gallery range; only that is scored.
-        self._by_class_G = np.argsort(self.gallery_codes, kind="stable")
+        self._of_class = _ranges(self.query_codes, self.gallery_codes)
+        self._by_class_G = self._of_class.order_G
         self._sorted_codes_G = self.gallery_codes[self._by_class_G]
         self._place_G = np.argsort(self._by_class_G)
         self._first: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -269,6 +270,13 @@ class LabelledPairs:
                 self._rescore(scores_RC, rows_B[part], columns.start)
                 yield part, columns, scores_RC
 
+    def whole_tile(self, rows_B: np.ndarray) -> torch.Tensor | None:
+        """Return some queries' scores against the whole gallery as in :meth:`tiles`, or None if they fill several tiles."""
+        if self.n_gallery > _WIDER * self.chunk_size or len(rows_B) * self.n_gallery > _TILE:
+            return None
+        ((_, _, scores_BG),) = self.tiles(rows_B)
+        return scores_BG
+
     def class_tiles(self, rows_B: np.ndarray) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield the scores of some queries against the gallery items in their classes.
 
@@ -291,15 +299,21 @@ class LabelledPairs:
             of_class_BC = torch.from_numpy(self.gallery_codes[items]).to(self.device) == codes_B1
             yield scores_BC, of_class_BC & (scores_BC > EXCLUDED_SCORE)
 
-    def positives(self, rows_B: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+    def positives(self, rows_B: np.ndarray, scores_BG: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the scores of some queries' positives.
 
         Args:
             rows_B: query rows as in :meth:`class_tiles`.
+            scores_BG: their :meth:`whole_tile`, if computed.
 
         Returns:
             float64 ``(N,)`` exact scores in no order, and the query of each: int64 ``(N,)`` positions in ``rows_B``.
         """
+        if scores_BG is not None:
+            owner_N, column_N = (torch.from_numpy(each).to(self.device) for each in self._of_class.pairs_of(rows_B))
+            scores_N = scores_BG[owner_N, column_N]
+            kept_N = scores_N > EXCLUDED_SCORE
+            return scores_N[kept_N], owner_N[kept_N]
         scores, owners = [], []
         for scores_BC, positive_BC in self.class_tiles(rows_B):
             owner_N, column_N = positive_BC.nonzero(as_tuple=True)

@@ -268,14 +268,16 @@ def ranked_hits(pairs: LabelledPairs, shared: bool = False) -> Iterator[Hits]:
 
 
 def _rank_block(pairs: LabelledPairs, rows_B: np.ndarray) -> Hits | None:
-    scores_N, owners_N = _sorted_positives(pairs, rows_B)
+    scores_BG = pairs.whole_tile(rows_B)
+    scores_N, owners_N = _sorted_positives(pairs, rows_B, scores_BG)
     positives_B = torch.bincount(owners_N, minlength=len(rows_B))
     has_any_B = positives_B > 0  # a query can be the only one of its class
     if not has_any_B.any():
         return None
     rows_B, positives_B = rows_B[has_any_B.cpu().numpy()], positives_B[has_any_B]
     owners_N = torch.repeat_interleave(positives_B)
-    at_least_N = count_at_least(pairs, rows_B, scores_N - pairs.tie_margin, owners_N, positives_B)
+    scores_BG = scores_BG if scores_BG is None or has_any_B.all() else scores_BG[has_any_B]
+    at_least_N = count_at_least(pairs, rows_B, scores_N - pairs.tie_margin, owners_N, positives_B, scores_BG)
     positives, owners, scores, at_least = (values.cpu().numpy() for values in (positives_B, owners_N, scores_N, at_least_N))
     return ranks_from_counts(rows_B, positives, owners, scores, at_least, pairs.tie_margin)
 
@@ -303,19 +305,25 @@ def ranks_from_counts(
     """
     positions_N, ends_B = np.arange(len(scores_N)), np.cumsum(positives_B)
     ends_N, best_B = ends_B[owners_N], ends_B - 1
-    tied_from_N = np.empty(len(scores_N), dtype=np.int64)
-    for start, end in zip(ends_B - positives_B, ends_B, strict=True):
+    tied_from_N = positions_N.copy()
+    is_tied_N = (scores_N[:-1] >= scores_N[1:] - margin) & (owners_N[:-1] == owners_N[1:])
+    for owner in np.unique(owners_N[1:][is_tied_N]):  # few queries have tied positives
+        end = ends_B[owner]
+        start = end - positives_B[owner]
         tied_from_N[start:end] = start + np.searchsorted(scores_N[start:end], scores_N[start:end] - margin)
     places_N = ends_N - positions_N
     ranks_N = places_N + at_least_N - (ends_N - tied_from_N)
     return Hits(rows_B, positives_B, owners_N, places_N, ranks_N, scores_N[best_B], ranks_N[best_B] - 1)
 
 
-def _sorted_positives(pairs: LabelledPairs, rows_B: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+def _sorted_positives(
+    pairs: LabelledPairs, rows_B: np.ndarray, scores_BG: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the scores and queries of all positives, sorted by query, then by score."""
     scores, owners = [], []
     for part in blocks(len(rows_B), MATED_ROWS):
-        keys_N = sorted_keys(sort_keys(*pairs.positives(rows_B[part])))
+        scores_PG = scores_BG[part] if scores_BG is not None else None
+        keys_N = sorted_keys(sort_keys(*pairs.positives(rows_B[part], scores_PG)))
         scores.append(scores_of(keys_N))
         owners.append((keys_N >> SCORE_BITS) + part.start)
     return torch.cat(scores), torch.cat(owners)
