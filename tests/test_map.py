@@ -32,7 +32,7 @@ from xcompat.mapping.candidates import LINES, CandidateParts, fit
 from xcompat.mapping.choice_report import as_json, choice_table, describe_choice
 from xcompat.mapping.commands import map_embeddings
 from xcompat.mapping.folds import FEWEST, IN_WHOLE, PROTOCOLS, QUERIES, Searched, folds
-from xcompat.mapping.held_out import Trial
+from xcompat.mapping.held_out import HeldOutClasses, Trial
 from xcompat.mapping.item_memory import with_item_memory
 from xcompat.mapping.request import MapRequest
 from xcompat.mapping.selection import Choice, merge_choices, select_conservative
@@ -253,6 +253,13 @@ def test_the_worst_gain_decides_and_then_the_mean() -> None:
         assert choose(made(), "unknown").trials == choice.trials, "the same seed measures the same, with folds on several cores"
     finally:
         torch.set_num_threads(1)
+
+
+def test_old_queries_on_shared_folds_equal_a_split_of_their_own() -> None:
+    candidate = Candidate("rotation", 0.25, share=0.5)
+    held, own = HeldOutClasses(made(), "unknown", LINES, 0), HeldOutClasses(made().of_old(), "unknown", LINES, 0)
+    held.try_candidate(candidate)
+    assert held.with_old_queries().try_candidate(candidate) == own.try_candidate(candidate)
 
 
 def tried(share: float, worst: float, mean: float, line: str = "procrustes", half: float = 0.0196) -> Trial:

@@ -97,7 +97,7 @@ class HeldOutItems(ValidationSplit):
     @override
     def measure_re_embedded(self, candidate: Candidate) -> list[FoldResult]:
         """Measure the old gallery again: without labels, the loss after re-embedding is unknown."""
-        return self.measure(self.queries_of(candidate))
+        return self.results_of(candidate)
 
     @override
     def with_old_queries(self) -> ValidationSplit:
@@ -114,7 +114,7 @@ def _try_item_memory(pairs: PairedEmbeddings, lines: Mapping[str, Solver], seed:
         return ItemMemory(pairs.coverage)
     held = HeldOutItems(pairs, lines, seed, pairs.coverage)
     found = [
-        np.concatenate([each.found[SHARED] for each in held.measure(held.queries_of(candidate))])
+        np.concatenate([each.found[SHARED] for each in held.results_of(candidate)])
         for candidate in (chosen, with_item_memory(chosen))
     ]
     gain = paired_bootstrap(found[1], found[0], RESAMPLES, seed=seed, clusters_Q=held.clusters[PROTOCOL])

@@ -142,6 +142,13 @@ class CandidateParts:
         self._transforms: dict[tuple[float | None, float], LearnedTransform] = {}
         self._memory: tuple[LearnedTransform, QueryMemory] | None = None
         self._computed: dict[Hashable, Tensor] = {}
+        self._transformed: dict[Hashable, tuple[Hashable, Tensor]] = {}
+
+    def of_old(self) -> CandidateParts:
+        """Return parts for old queries of the same labelled items, with the same statistics of old embeddings."""
+        parts, (_, old) = CandidateParts(self.pairs.of_old(), codec=self.codec), self._statistics
+        parts._statistics, parts._transforms = (old, old), dict(self._transforms)
+        return parts
 
     def line(self, name: str) -> CompatModel:
         """Return a linear map by name, solved on first use."""
@@ -224,10 +231,15 @@ class CandidateParts:
 
         with torch.inference_mode():
             own_Qd = self._compute_once((asked, candidate.line), own)
-            if (memory := self.memory(candidate)) is None:
+            if candidate.power is None and not candidate.share:
                 return own_Qd if line.memory is None else line.memory(inputs[0], own_Qd)
-            recalled_Qd = self.recall_embeddings(candidate, new_QD, asked)
-            return F.normalize(memory.metric(own_Qd) + memory.share * recalled_Qd, dim=-1)
+            key = candidate.line, candidate.power, candidate.damping
+            if asked not in self._transformed or self._transformed[asked][0] != key:  # memories of other β and λ share it
+                self._transformed[asked] = key, self._build_transform(candidate)(own_Qd)
+            transformed_Qd = self._transformed[asked][1]
+            if candidate.share:
+                transformed_Qd = transformed_Qd + candidate.share * self.recall_embeddings(candidate, new_QD, asked)
+            return F.normalize(transformed_Qd, dim=-1)
 
     @torch.inference_mode()
     def recall_embeddings(self, candidate: Candidate, new_QD: np.ndarray, asked: Hashable) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -172,6 +173,8 @@ class ValidationSplit(ABC):
 
     def __init__(self, lines: Mapping[str, Solver], seed: int) -> None:
         self.lines, self.seed = lines, seed
+        self._results: dict[Candidate, list[FoldResult]] = {}
+        self._mapped: dict[tuple[int, str], tuple[NDArray[np.int64], PairedEmbeddings]] = {}  # rows that candidates mapped
         self.known = [CandidateParts(pairs, lines=lines, codec=AS_THEY_ARE) for pairs in self.training_pairs()]
         self.old = self.measure_old()
         self.floor = _merge_folds(self.old)
@@ -179,6 +182,12 @@ class ValidationSplit(ABC):
             protocol: np.concatenate([each.clusters_Q for each in self.old if each.protocol == protocol])
             for protocol in self.floor
         }
+
+    def results_of(self, candidate: Candidate) -> list[FoldResult]:
+        """Return a candidate's results, measured once."""
+        if candidate not in self._results:
+            self._results[candidate] = self.measure(self.queries_of(candidate))
+        return self._results[candidate]
 
     def floor_means(self) -> dict[str, dict[str, float]]:
         """Return the results of old queries: protocol -> metric -> mean."""
@@ -188,7 +197,7 @@ class ValidationSplit(ABC):
         """Return results for old queries and a candidate by protocol, as cases of ``report.json``."""
         sizes = {each.protocol: each.n_gallery for each in self.old}
         cases = []
-        for query, found in (("old", self.floor), ("new", _merge_folds(self.measure(self.queries_of(candidate))))):
+        for query, found in (("old", self.floor), ("new", _merge_folds(self.results_of(candidate)))):
             for protocol, metrics in found.items():
                 if protocol in self.shown_only:
                     continue
@@ -243,7 +252,7 @@ class ValidationSplit(ABC):
     def backfill_losses(self, candidate: Candidate) -> tuple[BackfillLoss, ...]:
         """Return the metrics that fall after the new model has re-embedded the gallery."""
         losses = []
-        now, after = _merge_folds(self.measure(self.queries_of(candidate))), _merge_folds(self.measure_re_embedded(candidate))
+        now, after = _merge_folds(self.results_of(candidate)), _merge_folds(self.measure_re_embedded(candidate))
         for protocol, metrics in now.items():
             for metric, values_Q in metrics.items() if protocol not in self.shown_only else ():
                 before, then = float(values_Q.mean()), float(after[protocol][metric].mean())
@@ -271,6 +280,7 @@ class ValidationSplit(ABC):
         """Return a candidate's map of queries, learned from each fold."""
 
         def queries(fold: int, protocol: str, rows_Q: NDArray[np.int64], side: PairedEmbeddings) -> NDArray[np.float32]:
+            self._mapped[fold, protocol] = rows_Q, side
             new_QD, *beside = side.inputs(rows_Q)
             mapped_Qd = self.known[fold].queries(candidate, new_QD, protocol, *beside)
             if candidate.old_share:
@@ -283,24 +293,22 @@ class ValidationSplit(ABC):
 
     def evidence(self, candidate: Candidate) -> Evidence:
         """Measure for each query the length of its recalled embedding, and whether the candidate hurts it."""
-        norms: dict[tuple[int, str], NDArray[np.float64]] = {}
-        queries = self.queries_of(candidate)
 
-        def noted(fold: int, protocol: str, rows_Q: NDArray[np.int64], side: PairedEmbeddings) -> NDArray[np.float32]:
+        def measure_norms(fold: int, protocol: str) -> NDArray[np.float64]:
+            rows_Q, side = self._mapped[fold, protocol]
             recalled_Qd = self.known[fold].recall_embeddings(candidate, side.new_ND[rows_Q], protocol)
-            norms[fold, protocol] = recalled_Qd.norm(dim=1).double().numpy()
-            return queries(fold, protocol, rows_Q, side)
+            return recalled_Qd.norm(dim=1).double().numpy()
 
-        new = self.measure(noted)
+        new = self.results_of(candidate)
         hurt = [mine.quality_Q < floor.quality_Q for mine, floor in zip(new, self.old, strict=True)]
         folds = [np.full(len(each.quality_Q), each.fold) for each in new]
         about = [each.about_Q * len(self.known) + each.fold for each in new]
-        norms_Q = [norms[each.fold, each.protocol] for each in new]
+        norms_Q = [measure_norms(each.fold, each.protocol) for each in new]
         return Evidence(*(np.concatenate(parts) for parts in (norms_Q, hurt, folds, about)))
 
     def try_candidate(self, candidate: Candidate) -> Trial:
         """Measure a candidate."""
-        return self.compare_with_old(candidate, self.measure(self.queries_of(candidate)))
+        return self.compare_with_old(candidate, self.results_of(candidate))
 
     def compare_with_old(self, candidate: Candidate, results: Sequence[FoldResult]) -> Trial:
         """Return a candidate's gains over old queries."""
@@ -328,8 +336,8 @@ class ValidationSplit(ABC):
             return queries(fold, protocol, rows_Q, side)[draw.permutation(len(rows_Q))]
 
         own_Q, dealt_Q = (
-            np.concatenate([np.mean(list(each.found.values()), axis=0) for each in self.measure(asked)])
-            for asked in (queries, dealt)
+            np.concatenate([np.mean(list(each.found.values()), axis=0) for each in results])
+            for results in (self.results_of(candidate), self.measure(dealt))
         )
         # queries of one item give similar results with all protocols
         clusters_Q = np.concatenate([each.clusters_Q for each in self.old])
@@ -341,18 +349,26 @@ class RerankableSplit(ValidationSplit):
 
     @override
     def prepare_reranking(self, queries: Queries, most: int) -> Reranking | None:
-        folds = range(len(self.learned_rows))
-        searches = chain.from_iterable(self.searches_of(fold, queries, _stored_embeddings) for fold in folds)
-        hits = [(each, each.find_first_hits(most)) for each in searches]
-        return lambda old_weight, k: [self.measure_pairs(each, first.rerank(k, old_weight)) for each, first in hits]
+        searches = self._search_folds(queries, _stored_embeddings)
+        hits = list(zip(searches, map_over_cores(lambda each: each.find_first_hits(most), searches, CPU), strict=True))
+
+        def measure(old_weight: float, k: int) -> list[FoldResult]:
+            def measure_search(found: tuple[FoldSearch, FirstHits]) -> FoldResult:
+                return self.measure_pairs(found[0], found[1].rerank(k, old_weight))
+
+            return list(map_over_cores(measure_search, hits, CPU))
+
+        return measure
 
     @override
     def measure_search(self, asked: Queries, searched: Queries) -> list[FoldResult]:
-        def measure_fold(fold: int) -> list[FoldResult]:
-            return [self.measure_pairs(each, each.pairs) for each in self.searches_of(fold, asked, searched)]
+        searches = self._search_folds(asked, searched)
+        return list(map_over_cores(lambda each: self.measure_pairs(each, each.pairs), searches, CPU))
 
-        # each core maps and ranks the queries of a fold, and only it uses the fold's parts
-        return [*chain.from_iterable(map_over_cores(measure_fold, range(len(self.learned_rows)), CPU))]
+    def _search_folds(self, asked: Queries, searched: Queries) -> list[FoldSearch]:
+        """Return the searches of all folds; each core maps a fold's queries, and only it uses the fold's parts."""
+        folds = range(len(self.learned_rows))
+        return [*chain.from_iterable(map_over_cores(lambda fold: [*self.searches_of(fold, asked, searched)], folds, CPU))]
 
     @abstractmethod
     def searches_of(self, fold: int, asked: Queries, searched: Queries) -> Iterator[FoldSearch]:
@@ -422,7 +438,11 @@ class HeldOutClasses(RerankableSplit):
 
     @override
     def with_old_queries(self) -> ValidationSplit:
-        return HeldOutClasses(self.pairs.of_old(), self.searched, LINES, self.seed)
+        beside = copy.copy(self)  # with the same folds, galleries and results of old queries
+        beside.pairs, beside.lines, beside.known = self.pairs.of_old(), LINES, [each.of_old() for each in self.known]
+        beside._results, beside._mapped = {}, {}
+        beside.shares = self.shares if all(old for _, old in map(CandidateParts.differ, self.known)) else ()
+        return beside
 
 
 class SwappedSplit(ValidationSplit):

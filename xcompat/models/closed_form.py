@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Self
 
 import numpy as np
@@ -72,6 +73,12 @@ class Moments:
         covariance_DD = self.new_new_DD / self.count - torch.outer(new_mean_D, new_mean_D)
         return covariance_DD, self.new_old_Dd / self.count - torch.outer(new_mean_D, old_mean_d)
 
+    @cached_property
+    def centred_svd(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Singular value decomposition of the cross-covariance, computed once for rotations with and without a scale."""
+        left_DK, singular_K, right_Kd = torch.linalg.svd(self.covariances()[1], full_matrices=False)
+        return left_DK, singular_K, right_Kd
+
 
 def solve_ridge(moments: Moments, regularisation: float, rank: int | None = None) -> tuple[Tensor, Tensor]:
     """Return argmin ‖XW + b − Y‖² + λ‖W‖² over W with limited rank (Hoerl and Kennard 1970; Izenman 1975).
@@ -117,14 +124,15 @@ def solve_procrustes(moments: Moments, centre: bool = False, scale: bool = False
     Raises:
         XcompatError: scale is requested, but the embeddings are all equal.
     """
-    new_new_DD, new_old_Dd = moments.covariances() if centre else (moments.new_new_DD, moments.new_old_Dd)
-    left, singular, right = torch.linalg.svd(new_old_Dd, full_matrices=False)
-    weight_Dd = left @ right
+    svd = moments.centred_svd if centre else torch.linalg.svd(moments.new_old_Dd, full_matrices=False)
+    left_DK, singular_K, right_Kd = svd
+    weight_Dd = left_DK @ right_Kd
     if scale:
+        new_new_DD = moments.covariances()[0] if centre else moments.new_new_DD
         spread = (weight_Dd.T @ new_new_DD @ weight_Dd).diagonal().sum()
         if not spread > 0:
             raise XcompatError("a rotation with a scale cannot be solved: the new embeddings are all equal")
-        weight_Dd = weight_Dd * (singular.sum() / spread)
+        weight_Dd = weight_Dd * (singular_K.sum() / spread)
     new_mean_D, old_mean_d = moments.means()
     return weight_Dd, old_mean_d - new_mean_D @ weight_Dd if centre else torch.zeros_like(old_mean_d)
 

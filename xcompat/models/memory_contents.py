@@ -132,7 +132,7 @@ class ClassMemoryContents:
         known_K = torch.nonzero((new.counts_C > 0) & (old.counts_C > 0))[:, 0]
         if len(known_K) < 2:
             raise XcompatError("a memory of classes needs at least two classes with readable samples; add classes")
-        transform = LearnedTransform.solve(new.mean_d, new.within_dd, KEY_POWER, KEY_DAMPING)
+        transform = LearnedTransform.solve(new.mean_d, new.within_dd, KEY_POWER, KEY_DAMPING, new.eigen)
         keys_KD = transform.transform_centred(new.means_Cd[known_K])
         gate = _fit_gate(transform, keys_KD, known_K, new, new_ND, labels_N)
         return cls(transform, keys_KD, gate, old.means_Cd[known_K])
