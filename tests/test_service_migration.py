@@ -141,6 +141,26 @@ def test_finish_asks_in_a_terminal(place: LancePlace, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize(
+    ("answer", "options", "is_deleted"), [("n", [], False), ("y", [], True), (None, [], False), (None, ["--yes"], True)]
+)
+def test_a_second_rollback_asks_before_it_deletes(
+    place: LancePlace, monkeypatch: pytest.MonkeyPatch, answer: str | None, options: list[str], is_deleted: bool
+) -> None:
+    """The first rollback only undoes the switch. Outside a terminal (no answer) a deletion needs --yes."""
+    service = ServiceEmbedding(Provider(Service(), "big-3"), "about")
+    migration.start(place.open(), service)
+    migration.switch(place.open(), service)
+    monkeypatch.setattr("xcompat.cli.migrate.sys", SimpleNamespace(stdin=SimpleNamespace(isatty=lambda: answer is not None)))
+    undone = CliRunner().invoke(app, ["migrate", "rollback", place.uri()])
+    assert undone.exit_code == 0 and "has the old vectors again" in undone.output and "embedding_new" in place.names()
+    again = CliRunner().invoke(app, ["migrate", "rollback", place.uri(), *options], input=answer)
+    assert ("embedding_new" in place.names()) != is_deleted and (again.exit_code == 0) == is_deleted
+    said = again.output if answer is not None or is_deleted else str(again.exception)
+    assert ("There is no switch to undo. Delete the new vectors, embedding_new" in said) == (answer is not None)
+    assert ("would delete the new vectors, embedding_new; confirm with --yes" in said) == (answer is None and not is_deleted)
+
+
+@pytest.mark.parametrize(
     ("options", "said"),
     [
         (["--embed-with", "math:sqrt"], "--embed-with embeds texts of the rows; choose their field with --embed"),

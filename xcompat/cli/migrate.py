@@ -204,12 +204,22 @@ def switch(
 
 
 @app.command()
-def rollback(uri: Uri) -> None:
-    """Undo the switch. Before a switch, delete the new vectors."""
+def rollback(
+    uri: Uri,
+    yes: Annotated[
+        bool,
+        typer.Option("--yes", help="Delete new vectors without a confirmation prompt. Needed to delete them outside a terminal."),
+    ] = False,
+) -> None:
+    """Undo the switch. Without a switch to undo, delete the new vectors."""
     store = _open(uri)
-    from xcompat.stores import commands
+    from xcompat.stores import commands, migration
 
-    commands.rollback(store)
+    found = migration.migration_of(store)
+    if found.state == "filling" and not yes and sys.stdin.isatty():
+        typer.confirm(f"There is no switch to undo. Delete the new vectors, {found.into} in {store.uri}?", abort=True)
+        yes = True
+    commands.rollback(store, can_delete=yes)
 
 
 @app.command()

@@ -86,7 +86,7 @@ EXAMPLES = {
     ),
     "migrate rollback": (
         'migrate rollback "postgresql://db/shop?table=products"',
-        'migrate rollback "chroma://host:8000?collection=items"',
+        'migrate rollback "postgresql://db/shop?table=products" --yes',
     ),
     "migrate finish": (
         'migrate finish "postgresql://db/shop?table=products"',

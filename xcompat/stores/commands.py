@@ -280,9 +280,9 @@ def switch(store: Store, mapping: AnyVectorSource) -> None:
     )
 
 
-def rollback(store: Store) -> None:
-    """Undo the switch, or end the migration."""
-    done, lost = migration.rollback(store)
+def rollback(store: Store, can_delete: bool) -> None:
+    """Undo the switch, or end the migration. Use the arguments of :func:`xcompat.stores.migration.rollback`."""
+    done, lost = migration.rollback(store, can_delete)
     after = migration.RECORD if store.record(migration.RECORD) is not None else None
     what = f"{done.space} has the old vectors again" if after else f"deleted {done.into}; {done.space} is unchanged"
     console.print(f"[green]✓[/] {literal(what)}")

@@ -464,18 +464,27 @@ def _note(store: Store, migration: Migration, state: Literal["filling", "switchi
     store.set_record(RECORD, migration.model_dump())
 
 
-def rollback(store: Store) -> tuple[Migration, int]:
-    """Undo the switch. Before the switch, end the migration and delete the new space.
+def rollback(store: Store, can_delete: bool = True) -> tuple[Migration, int]:
+    """Undo the switch. Without a switch to undo, end the migration and delete the new space.
 
     Args:
         store: the store.
+        can_delete: whether to delete the new space.
 
     Returns:
         The migration, and the number of rows changed after the switch without an old vector.
+
+    Raises:
+        XcompatError: there is no switch to undo, and ``can_delete`` is False.
     """
     with store.migration_lease():
         migration = migration_of(store)
         if migration.state == "filling":
+            if not can_delete:
+                raise XcompatError(
+                    f"{store.uri} has no switch to undo: rollback would delete the new vectors, {migration.into}; confirm with "
+                    "--yes"
+                )
             _drop(store, migration.into)
             return migration, 0
         lost = store.count(migration.space, migration.before) if migration.before in store.spaces() else 0
