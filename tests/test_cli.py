@@ -36,6 +36,8 @@ from xcompat import Fingerprint, __version__, cli
 from xcompat.cli.verbs import CONTEXT, EXAMPLES, ORDER, PANELS, SELDOM
 from xcompat.methods import METHODS
 from xcompat.models.embedder import load_checkpoint
+from xcompat.models.memory_contents import PairMemoryContents
+from xcompat.models.query_memory import LearnedTransform
 from xcompat.report import load_report
 from xcompat.report.wording import verdicts
 from xcompat.training.checkpoints import last_complete_checkpoint
@@ -601,6 +603,28 @@ def test_a_map_is_judged_from_the_embeddings_that_it_maps(run: Run, embeddings: 
     assert "remove --new-own" in refused(run("evaluate", "--old", old, "--new", new, "--new-own", new, "--map", old, *out))
     line = refused(run("evaluate", "--old", old, "--new", embeddings("few", dim=6), "--map", tmp_path / "map", *out))
     assert "maps 8 to 8 dimensions, but few has 6" in line
+
+
+def test_a_map_with_a_memory_is_also_judged_without_it(run: Run, embeddings: Make, tmp_path: Path) -> None:
+    old, new = embeddings("old", noise=1.0), embeddings("new", noise=0.0)
+    assert run("map", "--old", old, "--new", new, "--memory", "none", "--out", tmp_path / "map")[0] == 0
+    asked = ("evaluate", "--old", old, "--new", new, "--map", tmp_path / "map", "--output", tmp_path / "judged")
+
+    def found() -> dict[str, dict[str, float]]:
+        assert run(*asked)[0] == 0
+        return {case.label: case.metrics for case in load_report(tmp_path / "judged").cases if case.direction == "text-to-image"}
+
+    plain = found()
+    model = load_checkpoint(str(tmp_path / "map" / "model"))
+    sides = [[np.load(folder / f"{kind}_embeds.npy").astype(np.float32) for kind in ("image", "text")] for folder in (new, old)]
+    numbers = np.arange(len(sides[0][0]))
+    contents = PairMemoryContents.compute(*map(tuple, sides), (numbers, numbers))
+    memory = contents.build_memory(LearnedTransform(8), 20.0, 0.9)
+    model.remember(memory)
+    model.save_pretrained(tmp_path / "map" / "model")
+    both = found()
+    assert "without memory/old" not in plain and both["without memory/old"]["recall@1"] == plain["new/old"]["recall@1"]
+    assert both["new/old"]["recall@1"] > plain["new/old"]["recall@1"], "it remembers the test set itself"
 
 
 def test_what_is_missing_to_see_whether_the_new_model_was_hurt_is_named(run: Run, embeddings: Make, tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ from xcompat.training.embedding_folders import (
 from xcompat.training.evaluation_models import EvaluationSet, map_contestant
 from xcompat.training.evaluation_sets import PairTestSet, load_test_set
 from xcompat.training.item_embeddings import read_embeddings
-from xcompat.training.model_evaluation import embed_new, make_report, mix_in_old_queries, use_chosen_reranking
+from xcompat.training.model_evaluation import embed_new, make_report, map_queries, use_chosen_reranking
 from xcompat.training.overrides import apply_override
 from xcompat.training.recipe import explain, load_recipe
 from xcompat.training.record import find_model
@@ -239,8 +239,8 @@ def evaluate_embeddings(
     return _finish(make_report(EvaluatedModels(**loaded), None, settings, "embeddings", 0, run=provenance()), output)
 
 
-def _map_queries(own: C, old: C, by_map: Path, model: CompatModel) -> dict[str, C]:
-    """Return mapped queries and the vectors of a backfill."""
+def _map_queries(own: C, old: C, by_map: Path, model: CompatModel) -> dict[str, Any]:
+    """Return mapped queries, also without the map's memory, and the vectors of a backfill."""
     if model.maps_galleries or not model.compatible_with:
         raise XcompatError(f"{by_map} does not map queries into an old space; choose a folder of `xcompat map`")
     dims = model.config.embedding_dim, model.version_dims()[0][1]
@@ -249,11 +249,10 @@ def _map_queries(own: C, old: C, by_map: Path, model: CompatModel) -> dict[str, 
             f"{by_map} maps {dims[0]} to {dims[1]} dimensions, but {own.name} has {own.dim} and {old.name} {old.dim}: use "
             "embeddings of the two models of the map"
         )
-    made = model.fingerprint()
-    view = map_contestant(own.without_gallery(), by_map.name, made.derive("view"), model.to_space, model.device)
-    view, alone = mix_in_old_queries(model, view, old)
-    backfilled = map_contestant(own, by_map.name, made.derive("backfilled"), model.to_space_without_memory, model.device)
-    return {"new_view": view, "backfilled": backfilled} | ({"alone": alone} if alone is not None else {})
+    view, alone, extra = map_queries(model, own.without_gallery(), old, by_map.name)
+    stored = model.fingerprint().derive("backfilled")
+    backfilled = map_contestant(own, by_map.name, stored, model.to_space_without_memory, model.device)
+    return {"new_view": view, "backfilled": backfilled, "alone": alone, "extra": extra}
 
 
 def load_embedding_folder(folder: Path, max_bad_share: float = BAD_SHARE, like: EmbeddedPairs | None = None) -> EmbeddedPairs:

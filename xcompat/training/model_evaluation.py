@@ -82,16 +82,35 @@ def embed_new(
     if model.memory is not None or model.embeds_in_memory or model.stored_dim != model.config.embedding_dim:
         stored = fingerprint.derive("backfilled")  # otherwise new/new measures this
         backfilled = map_contestant(raw, name, stored, partial(model.to_space_without_memory, version=version), model.device)
-    view = map_contestant(asking, name, fingerprint.derive("view"), lambda embeds: model.to_space(embeds, version), model.device)
+    view, alone, extra = map_queries(model, asking, old, name, version)
+    sure = _confidence(model, asking) if model.is_confident and version == model.compatible_with[0] else None
+    return EvaluatedModels(old, view, own, independent, extra, confidence=sure, backfilled=backfilled, alone=alone)
+
+
+def map_queries(
+    model: CompatModel, asking: C, old: C, name: str, version: Fingerprint | None = None
+) -> tuple[C, C | None, dict[str, C]]:
+    """Map queries into the old space.
+
+    Args:
+        model: the map.
+        asking: the new model's queries.
+        old: old embeddings of the same items.
+        name: display name of the results.
+        version: the old space; None for the map's latest.
+
+    Returns:
+        The queries; the map's own ones if old queries are mixed in; and, for a map with a memory, the queries without it.
+    """
     extra = {}
     if model.memory is not None:
         plain = model.embeds_fingerprint().derive("view")
-        extra[WITHOUT_MEMORY] = map_contestant(
-            asking, name, plain, lambda embeds: model.to_space_without_memory(embeds, version), model.device
-        )
-    view, alone = mix_in_old_queries(model, view, old)
-    sure = _confidence(model, asking) if model.is_confident and version == model.compatible_with[0] else None
-    return EvaluatedModels(old, view, own, independent, extra, confidence=sure, backfilled=backfilled, alone=alone)
+        without_memory = partial(model.to_space_without_memory, version=version)
+        extra[WITHOUT_MEMORY] = map_contestant(asking, name, plain, without_memory, model.device)
+    view = map_contestant(
+        asking, name, model.fingerprint().derive("view"), partial(model.to_space, version=version), model.device
+    )
+    return *mix_in_old_queries(model, view, old), extra
 
 
 def use_chosen_reranking(settings: EvaluationSettings, model: CompatModel) -> EvaluationSettings:
