@@ -483,7 +483,7 @@ def test_what_is_said_of_classes_is_refused_where_there_are_none(tmp_path: Path)
     both = [captioned(tmp_path / file.stem, np.load(file), np.load(file), ids, ids) for file in bare]
     for files, said in itertools.product((bare, both), ("known", "open")):
         line = run_map(*files, tmp_path / "out", "--searched-classes", said)[1]
-        assert f"--searched-classes {said} needs classes; add labels.txt" in line
+        assert f"--searched-classes {said} needs classes; add them with --labels" in line
 
 
 def test_stored_items_are_remembered_where_that_is_asked_for(tmp_path: Path) -> None:

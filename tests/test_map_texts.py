@@ -23,9 +23,10 @@ from xcompat.cli import app
 from xcompat.embeddings.provider import ATTEMPTS, Provider, load_function
 from xcompat.heads import slerp
 from xcompat.mapping import PairedEmbeddings, agreement, request
-from xcompat.mapping.agreement import NEIGHBOURS, PROTOCOL, HeldOutItems, choose_by_agreement
+from xcompat.mapping.agreement import PROTOCOL, HeldOutItems, choose_by_agreement
 from xcompat.mapping.candidates import LINES, Candidate, CandidateParts
 from xcompat.mapping.choice_report import as_json, describe_choice
+from xcompat.mapping.folds import NEIGHBOURS
 from xcompat.mapping.from_texts import pairs_of_texts
 from xcompat.mapping.indexes import Reading
 from xcompat.mapping.request import TextInput

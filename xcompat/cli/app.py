@@ -155,6 +155,13 @@ OldIds = Annotated[
         "names."
     ),
 ]
+ItemClasses = Annotated[
+    Path | None,
+    typer.Option(
+        help="Classes of the items: a text file with a class per line in the order of --old, a table with ids and classes, or "
+        "labelled images (a folder per class, or shards)."
+    ),
+]
 OriginalImages = Annotated[
     Path | None,
     typer.Option(help="Original images (a folder or shards), to embed with the model in --new or --old."),
@@ -218,6 +225,7 @@ def map_(
     ids: OldIds = None,
     images: OriginalImages = None,
     texts: SideTexts = None,
+    labels: ItemClasses = None,
     out: Annotated[Path, typer.Option(help="Output folder for the map and its report (report.json).")] = Path("runs/map"),
     old_model: NamedOldModel = None,
     new_model: Annotated[
@@ -261,7 +269,7 @@ def map_(
     from xcompat.vectors.checks import BAD_SHARE
 
     given = make_text_input(texts, images, embed_with, requests_per_minute, price), make_initial_map(start_from, activation)
-    reading = Reading(ids, Columns(id_column, vector_name))
+    reading = Reading(ids, Columns(id_column, vector_name), labels)
     choices = (old_model, new_model, searched_classes, seed, overwrite, memory_codec, remember_items, *given)
     bad_share = BAD_SHARE if max_bad_share is None else max_bad_share
     asked = MapRequest(parse_place(old), new, out, *choices, bad_share, allow_worse, gallery, reading, direction, sample, memory)

@@ -132,7 +132,7 @@ EXAMPLES = {
 LARGE = 10
 """Fewest options of a command whose options are shown in panels."""
 _IN = "--old --new --ids --images --texts --gallery --id-column --vector-name --sample --data --qrels --queries --limit --column"
-_IN += " --from-faiss --metadata --no-metadata --max-bad-share --from --where --embed --image-folder"
+_IN += " --labels --from-faiss --metadata --no-metadata --max-bad-share --from --where --embed --image-folder"
 _MODELS = "--model --old-model --new-model --fallback --fallback-below --dtype --side-info --new-own --independent --map"
 _OUT = "--out --output --into --overwrite --json --csv --show --group-by --top-k"
 _CHOICE = "--searched-classes --seed --remember-items --start-from --activation --direction --memory --memory-codec --allow-worse"

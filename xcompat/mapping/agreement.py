@@ -16,7 +16,7 @@ from xcompat.evaluation import paired_bootstrap
 from xcompat.evaluation.cases import TEXT_TO_TEXT
 from xcompat.mapping.candidates import LINES, WHITENED, Candidate, Paired, Solver
 from xcompat.mapping.cleaning import leave_out_copies
-from xcompat.mapping.folds import HELD_OUT, QUERIES, Searched, TriedMemory
+from xcompat.mapping.folds import HELD_OUT, NEIGHBOURS, QUERIES, Searched, TriedMemory
 from xcompat.mapping.held_out import RESAMPLES, FoldResult, Queries, SwappedSplit, Trial, ValidationSplit
 from xcompat.mapping.item_memory import LEAST_COVERAGE, ItemMemory, with_item_memory
 from xcompat.mapping.paired import PairedEmbeddings, SwappedEmbeddings
@@ -32,7 +32,6 @@ FEWEST = 40
 """Fewest items for a validation split."""
 HELD_OUT_OF_GALLERY = 0.1, 0.5
 """Least and most of a gallery's items to hold out from a memory of its items."""
-NEIGHBOURS = 10
 PROTOCOL = "held-out items"
 SHARED = f"neighbours@{NEIGHBOURS}"
 

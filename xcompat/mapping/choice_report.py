@@ -15,7 +15,8 @@ from xcompat.core.errors import XcompatError
 from xcompat.core.metric_names import metric_name
 from xcompat.evaluation import PairedDifference
 from xcompat.hub.metadata import Gain
-from xcompat.mapping.agreement import NEIGHBOURS, SHARED
+from xcompat.mapping.agreement import SHARED
+from xcompat.mapping.folds import NEIGHBOURS
 from xcompat.mapping.held_out import Trial
 from xcompat.mapping.item_memory import LEAST_COVERAGE, ItemMemory
 from xcompat.mapping.reranking import RerankedTrial
@@ -147,7 +148,7 @@ def _describe_agreement(choice: Choice) -> str:
     if choice.is_safe:
         return (
             f"{found} In all measured upgrades with this agreement, new queries found at least as much as "
-            "old ones. Add labels (labels.txt) or captions to test this on your data."
+            "old ones. Add classes (--labels) or captions to test this on your data."
         )
     return f"{found} This agreement does not show that new queries find as much as old ones: {_describe_missing(choice)}."
 
@@ -174,7 +175,7 @@ def _describe_missing(choice: Choice) -> str:
     pairs = f"more pairs ({given:,} are given, at least {needed:,} are needed)" if choice.of_few_pairs else ""
     other = "" if no_mixture else "the old model with --old-model to mix both queries"
     more = " and ".join(filter(None, (pairs, other)))
-    return "add classes (labels.txt) or captions" + (f", or {more}" if more else "")
+    return "add classes (--labels) or captions" + (f", or {more}" if more else "")
 
 
 def _least(trial: Trial) -> str:

@@ -22,7 +22,7 @@ from xcompat.mapping.cleaning import drop_wrong_pairs
 from xcompat.mapping.confidence import Calibration
 from xcompat.mapping.domain import describe_shift, read_gallery_vectors
 from xcompat.mapping.folds import Searched
-from xcompat.mapping.from_texts import TextPairs, pairs_of_texts
+from xcompat.mapping.from_texts import TextPairs, pairs_of_texts, read_stored_sides
 from xcompat.mapping.imported_maps import IMPORTED, ImportedMap, read_imported
 from xcompat.mapping.indexes import Place, describe_stored_model
 from xcompat.mapping.paired import PairedEmbeddings, load_paired
@@ -75,13 +75,12 @@ class MemorySettings(NamedTuple):
     codec: str | None = None
     items: bool = False
 
-    def require(self, pairs: Paired) -> None:
-        """Raise if the settings do not fit the labels of the items."""
+    def require(self, has_labels: bool) -> None:
+        """Raise if the settings do not fit items with or without classes or captions."""
         require_codec(self.codec)
-        unknown = isinstance(pairs, PairedEmbeddings) and pairs.labels_N is None
-        if self.items and not unknown:
+        if self.items and has_labels:
             raise XcompatError("--remember-items does not work with classes or captions; remove it")
-        if self.codec is not None and unknown and not self.items:
+        if self.codec is not None and not has_labels and not self.items:
             raise XcompatError("--memory-codec needs a memory; add classes or captions, or remove --memory-codec")
 
 
@@ -102,11 +101,9 @@ def map_embeddings(asked: MapRequest) -> bool:
     old_name = _name_of_old(asked)
     seconds: dict[str, float] = {}
     with stage("read" if texts is None else "embed", seconds):
-        found, dropped = _drop_wrong_pairs(_compare_with_gallery(_pairs(asked), asked.gallery), asked.seed)
-    pairs = found.pairs
-    remembering.require(pairs)
-    _require_classes(asked.searched, pairs)
-    old, new = _old_model(asked.old_model, found), _new_model(asked.new_model, found)
+        paired, old = _read_pairs(asked, remembering)
+        found, dropped = _drop_wrong_pairs(_compare_with_gallery(paired, asked.gallery), asked.seed)
+    pairs, new = found.pairs, _new_model(asked.new_model, found)
     described = old.describe_old() if old is not None else _describe_old(old_name, asked.old, pairs.dims[1])
     encoder = new.describe_encoder() if new is not None else None
     theirs = read_imported(asked.start, pairs, described, encoder) if asked.start is not None else None
@@ -165,9 +162,9 @@ def _compare_with_gallery(found: TextPairs, gallery: Path | None) -> TextPairs:
     return replace(found, pairs=replace(pairs, notes=notes))
 
 
-def _require_classes(searched: Searched, pairs: Paired) -> None:
-    if searched != "unknown" and (not isinstance(pairs, PairedEmbeddings) or pairs.labels_N is None):
-        raise XcompatError(f"--searched-classes {searched} needs classes; add labels.txt, or remove --searched-classes")
+def _require_classes(searched: Searched, has_classes: bool) -> None:
+    if searched != "unknown" and not has_classes:
+        raise XcompatError(f"--searched-classes {searched} needs classes; add them with --labels, or remove --searched-classes")
 
 
 def _say(decided: _Decision) -> None:
@@ -201,12 +198,22 @@ def _decide(
     return _Decision(choice.candidate, [*about, *describe_choice(choice), *judged], choice)
 
 
-def _pairs(asked: MapRequest) -> TextPairs:
-    """Read both sides, or embed texts with models."""
-    if asked.texts is not None:
-        read = asked.max_bad_share, asked.reading, asked.direction, asked.n_sampled, asked.seed
-        return pairs_of_texts(asked.old, asked.new, asked.texts, _cache_folder(asked), *read)
-    return TextPairs(load_paired(asked.old, asked.new, asked.max_bad_share, asked.reading), None, None)
+def _read_pairs(asked: MapRequest, remembering: MemorySettings) -> tuple[TextPairs, Embedder | None]:
+    """Read both sides, or embed texts with models, and load the old model. Options are checked before anything is embedded."""
+    if asked.texts is None:
+        pairs = load_paired(asked.old, asked.new, asked.max_bad_share, asked.reading)
+        has_classes = isinstance(pairs, PairedEmbeddings) and pairs.labels_N is not None
+        remembering.require(has_classes or not isinstance(pairs, PairedEmbeddings))
+        _require_classes(asked.searched, has_classes)
+        return TextPairs(pairs, None, None), _old_model(asked.old_model, pairs.dims[1], pairs.dims[0])
+    sides = read_stored_sides(asked.old, asked.new, asked.texts, asked.max_bad_share, asked.reading)
+    has_classes = sides.labels is not None
+    remembering.require(has_classes)
+    _require_classes(asked.searched, has_classes)
+    old = _old_model(asked.old_model, sides.old.embeds_ND.shape[1]) if sides.old is not None else None
+    read = asked.max_bad_share, asked.reading, asked.direction, asked.n_sampled, asked.seed
+    found = pairs_of_texts(asked.old, asked.new, asked.texts, _cache_folder(asked), *read, sides)
+    return found, found.old or old
 
 
 def _cache_folder(asked: MapRequest) -> Path:
@@ -222,16 +229,12 @@ def _drop_wrong_pairs(found: TextPairs, seed: int) -> tuple[TextPairs, int]:
     return replace(found, pairs=right.pairs, texts=texts), right.dropped
 
 
-def _old_model(name: str | None, found: TextPairs) -> Embedder | None:
-    """Return the gallery's model; None if only its name is known."""
-    if found.old is not None:
-        if name is not None:
-            raise XcompatError(f"--old-model {name}: --old is already a model; remove --old-model")
-        return found.old
+def _old_model(name: str | None, dim: int, other_dim: int | None = None) -> Embedder | None:
+    """Return the gallery's model; None if only its name is known. The dimensions are those of the old and the new side."""
     if name is None or not is_loadable(name):
         return None
     old = load_embedder(name)
-    require_dim(old, found.pairs.dims[1], "--old-model", found.pairs.dims[0])
+    require_dim(old, dim, "--old-model", other_dim)
     return old
 
 
@@ -264,8 +267,6 @@ def _describe_old(name: str | None, path: Place, dim: int) -> dict[str, object]:
 
 def _new_model(name: str | None, found: TextPairs) -> Embedder | None:
     """Return the model of the queries; None if queries are embeddings."""
-    if found.new is not None and name is not None:
-        raise XcompatError(f"--new-model {name}: --new is already a model; remove --new-model")
     new = load_embedder(name) if name is not None else found.new
     if new is not None:
         require_dim(new, found.pairs.dims[0], "--new-model", found.pairs.dims[1])

@@ -25,7 +25,8 @@ from xcompat.mapping.choice_report import as_json, choice_html, describe_choice
 from xcompat.mapping.cleaning import drop_wrong_pairs
 from xcompat.mapping.commands import require_dim
 from xcompat.mapping.domain import describe_shift, read_gallery_vectors
-from xcompat.mapping.indexes import Place, describe_stored_model, parse_place, read_vectors_of_index
+from xcompat.mapping.indexes import Place, Reading, describe_stored_model, parse_place, read_vectors_of_index
+from xcompat.mapping.item_labels import read_item_labels
 from xcompat.mapping.paired import PairedEmbeddings, load_paired
 from xcompat.mapping.selection import Choice
 from xcompat.mapping.sentences import Texts
@@ -118,7 +119,7 @@ class FittedMap:
 def fit_map(
     old: Embeddings,
     new: Embeddings,
-    labels: Sequence[Hashable] | None = None,
+    labels: Sequence[Hashable] | str | Path | None = None,
     texts: Sequence[str] | None = None,
     old_model: str | None = None,
     new_model: str | None = None,
@@ -133,7 +134,8 @@ def fit_map(
             address as in `xcompat map --old`.
         new: (N, D) float embeddings of the same items by the new model, as for ``old``. Two paths or galleries are joined by
             their ids. Otherwise rows are in the same order.
-        labels: class of each of the N items, for validation. If both sides are paths, their ``labels.txt`` files are used.
+        labels: class of each of the N items, for validation, or their path as in `xcompat map --labels`. Two paths use their
+            ``labels.txt`` files by default.
         texts: N texts for validation by sentences, which needs ``new_model``.
         old_model: folder or Hub name of the old model, to mix in old queries if no map alone is safe. Or the name recorded for
             the old model in galleries.
@@ -224,26 +226,32 @@ def _load_side(model: str, dim: int, argument: str) -> Embedder:
 def _pairs(
     old: object,
     new: object,
-    labels: Sequence[Hashable] | None,
+    labels: Sequence[Hashable] | str | Path | None,
     texts: Sequence[str] | None,
 ) -> tuple[Paired, Sequence[str] | None]:
     old_path, new_path = _path_of(old), _path_of(new)
+    labels_path = Path(labels) if isinstance(labels, str | Path) else None
+    listed: Sequence[Hashable] | None = None if isinstance(labels, str | Path) else labels
     if old_path is not None and new_path is not None:
-        if labels is not None or texts is not None:
+        if texts is not None or listed is not None:
             raise XcompatError(
-                "fit_map: labels and texts work only with arrays; with paths, write classes to labels.txt in their folder"
+                "fit_map: texts and lists of labels work only with arrays; with paths, pass the path of the labels"
             )
-        return load_paired(old_path, new_path), None
+        return load_paired(old_path, new_path, reading=Reading(labels=labels_path)), None
     old_Nd, new_ND = _read_rows(old), _read_rows(new)
-    given = {"old": old_Nd, "new": new_ND, "labels": labels, "texts": texts}
+    if labels_path is not None:
+        listed = read_item_labels(labels_path).of_items(None, len(old_Nd), "old")
+    given = {"old": old_Nd, "new": new_ND, "labels": listed, "texts": texts}
     counts = {name: len(side) for name, side in given.items() if side is not None}
     if len(set(counts.values())) > 1:
         unequal = ", ".join(f"{count:,} {name}" for name, count in counts.items())
         raise XcompatError(f"fit_map needs the same items row by row, found {unequal}")
     usable_N = np.logical_and(*(np.isfinite(side).all(1) & (side != 0).any(1) for side in (old_Nd, new_ND)))
+    if labels_path is not None and listed is not None:
+        usable_N &= np.array([label is not None for label in listed], bool)
     if not usable_N.any():
         raise XcompatError("in every row, the old or the new embedding is zero or not finite; embed the items again")
-    labels_N = _numbers(labels)[usable_N] if labels is not None else None
+    labels_N = _numbers(listed)[usable_N] if listed is not None else None
     kept = [texts[row] for row in np.flatnonzero(usable_N).tolist()] if texts is not None else None
     return PairedEmbeddings(normalise_rows(new_ND[usable_N]), normalise_rows(old_Nd[usable_N]), labels_N), kept
 

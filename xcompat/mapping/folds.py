@@ -37,6 +37,8 @@ LEARNED = 40_000
 """Most items that a fold learns from; more take longer and change little. All folds are in memory together."""
 QUERIES = 1000
 """Most held-out items of known classes, and of new classes. Each is searched."""
+NEIGHBOURS = 10
+"""Nearest items of the new model that a query should find, for agreement."""
 ASKED = 2000
 """Most queries per protocol, over all folds. More make choices slower, and intervals over classes hardly narrower."""
 CLASSES = 16

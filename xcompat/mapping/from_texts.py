@@ -28,9 +28,10 @@ from xcompat.mapping.candidates import Paired
 from xcompat.mapping.domain import describe_shift, sample_side
 from xcompat.mapping.folds import Direction
 from xcompat.mapping.indexes import Place, Reading
+from xcompat.mapping.item_labels import read_item_labels
 from xcompat.mapping.paired import PairedEmbeddings, select_rows
 from xcompat.mapping.request import TextInput
-from xcompat.mapping.sides import Side, holds_embeddings, read_sides
+from xcompat.mapping.sides import Side, holds_embeddings, note_unlabelled, read_sides
 from xcompat.models.embedder import Embedder, load_embedder
 from xcompat.models.old_knowledge import Rows
 from xcompat.retrieval.originals import load_images
@@ -75,6 +76,7 @@ def pairs_of_texts(
     direction: Direction = "new_to_old",
     sample: int | None = None,
     seed: int = 0,
+    sides: StoredSides | None = None,
 ) -> TextPairs:
     """Embed texts or images with the sides that are models, and join both sides by ids.
 
@@ -88,10 +90,11 @@ def pairs_of_texts(
         texts: texts or images to embed, and optionally the service.
         cache_dir: folder with cached embeddings; another call continues there.
         max_bad_share: largest share of unusable stored rows or unreadable images.
-        reading: column names, and the file with the old side's ids.
+        reading: column names, the file with the old side's ids, and classes.
         direction: whether the map receives queries or stored embeddings.
         sample: number of items to embed, drawn at random by ``seed`` from those on both sides; None for all.
         seed: of the sample.
+        sides: result of :func:`read_stored_sides`; None to call it.
 
     Returns:
         Pairs in text or image order.
@@ -99,44 +102,111 @@ def pairs_of_texts(
     Raises:
         XcompatError: both sides are embeddings, or they share no item.
     """
-    old_source, new_source, items = _read_inputs(old, new, texts, max_bad_share, reading or Reading())
-    ids: list[str] = items[ID][:]
-    old_places_N, new_places_N = (_places(source, ids, texts.path) for source in (old_source, new_source))
-    matched_N = np.flatnonzero((old_places_N >= 0) & (new_places_N >= 0))
-    kept_N = _draw_sample(matched_N, sample, seed)
-    taken = items if len(kept_N) == len(items) else items.select(kept_N)
+    sides = sides or read_stored_sides(old, new, texts, max_bad_share, reading or Reading())
+    ids: list[str] = sides.items[ID][:]
+    old_source, new_source = _load_sources(old, new, texts, sides)
+    kept_N = _draw_sample(sides.select(), sample, seed)
+    taken = sides.items if len(kept_N) == len(sides.items) else sides.items.select(kept_N)
     asked = new_source.for_queries() if isinstance(new_source, Embedder) and direction == "new_to_old" else new_source
     described = _describe_asked(asked, texts, taken, cache_dir)
-    sides = (old_source, old_places_N[kept_N]), (asked, new_places_N[kept_N])
+    both = (old_source, sides.old_places_N[kept_N]), (asked, sides.new_places_N[kept_N])
     if texts.are_images:
-        old_Nd, new_ND, readable_N = _pair_images(sides, taken, texts.path, cache_dir, max_bad_share)
+        old_Nd, new_ND, readable_N = _pair_images(both, taken, texts.path, cache_dir, max_bad_share)
         kept_N = kept_N[readable_N]
     else:
-        old_Nd, new_ND = (_embeddings(source, taken, places_n, cache_dir) for source, places_n in sides)
-    stored, places_N = (old_source, old_places_N) if isinstance(old_source, Side) else (new_source, new_places_N)
-    labels_N = _classes(stored, places_N[kept_N])
-    notes = _notes(stored, ids, matched_N, texts.path)
+        old_Nd, new_ND = (_embeddings(source, taken, places_n, cache_dir) for source, places_n in both)
+    labels_N = number_strings([str(sides.labels[row]) for row in kept_N.tolist()])[1] if sides.labels is not None else None
+    notes = (*_notes(sides.stored, ids, sides.match(), texts.path), *sides.notes)
     n_stored = None
-    if isinstance(old_source, Side) and len(old_Nd) < (n_stored := int(old_source.usable_N.sum())):
-        notes = (*notes, *describe_shift(old_Nd, sample_side(old_source), str(old)))
+    if sides.old is not None and len(old_Nd) < (n_stored := int(sides.old.usable_N.sum())):
+        notes = (*notes, *describe_shift(old_Nd, sample_side(sides.old), str(old)))
     old_model, new_model = (each if isinstance(each, Embedder) else None for each in (old_source, asked))
     pairs = PairedEmbeddings(new_ND, old_Nd, labels_N, notes, n_stored)
     return TextPairs(pairs, old_model, new_model, described, None if texts.are_images else taken[TEXT])
 
 
-def _read_inputs(
-    old: Place, new: Path, texts: TextInput, max_bad_share: float, reading: Reading
-) -> tuple[Source, Source, datasets.Dataset]:
-    """Return both sides, and the items with the ids of the sides."""
-    service = texts.embed_with
-    old_source = _source(old, max_bad_share, reading)
-    new_source = _source(new, max_bad_share, reading._replace(ids=None)) if service is None else _provider(new, service, texts)
-    _require_model(old_source, new_source, texts)
-    if not texts.are_images:
-        return old_source, new_source, load_text_items(texts.path)
-    items = load_images(texts.path, max_bad_share)
-    ids = items[ID][:]
-    return _with_ids_of(old_source, ids), _with_ids_of(new_source, ids), items
+@dataclass(frozen=True)
+class StoredSides:
+    """Items, and the embeddings of them that exist before a model is loaded.
+
+    Args:
+        items: texts or images with the ids of the sides.
+        old: stored old embeddings, or None.
+        new: stored new embeddings, or None.
+        old_places_N: row of each item in ``old``, or -1; the item's number without ``old``.
+        new_places_N: row of each item in ``new``, in the same way.
+        labels: class of each item, or None.
+        notes: sentences for the user.
+    """
+
+    items: datasets.Dataset
+    old: Side | None
+    new: Side | None
+    old_places_N: NDArray[np.int64]
+    new_places_N: NDArray[np.int64]
+    labels: Sequence[str | None] | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def stored(self) -> Side | None:
+        """The stored side, if any."""
+        return self.old if self.old is not None else self.new
+
+    def match(self) -> NDArray[np.int64]:
+        """Return the items on both sides."""
+        return np.flatnonzero((self.old_places_N >= 0) & (self.new_places_N >= 0))
+
+    def select(self) -> NDArray[np.int64]:
+        """Return the items on both sides and, if there are classes, with a class."""
+        return np.array([row for row in self.match().tolist() if self.labels is None or self.labels[row] is not None], np.int64)
+
+
+def read_stored_sides(old: Place, new: Path, texts: TextInput, max_bad_share: float, reading: Reading) -> StoredSides:
+    """Read the items, the stored side and the classes, and match them, before a model is loaded.
+
+    Raises:
+        XcompatError: both sides are embeddings, or the inputs do not fit together.
+    """
+    old_side = _stored_side(old, max_bad_share, reading)
+    new_side = _stored_side(new, max_bad_share, reading._replace(ids=None)) if texts.embed_with is None else None
+    if old_side is not None and new_side is not None:
+        option = "--images" if texts.are_images else "--texts"
+        raise XcompatError(f"both sides are embeddings, so there is nothing to embed; remove {option}, or pass a model as --new")
+    items = load_images(texts.path, max_bad_share) if texts.are_images else load_text_items(texts.path)
+    ids: list[str] = items[ID][:]
+    if texts.are_images:
+        old_side, new_side = _with_ids_of(old_side, ids), _with_ids_of(new_side, ids)
+    sides = StoredSides(items, old_side, new_side, _places(old_side, ids, texts.path), _places(new_side, ids, texts.path))
+    sides = replace(sides, labels=_labels_of_items(sides, ids, reading.labels, texts.path))
+    if sides.labels is not None and reading.labels is not None:
+        sides = replace(sides, notes=note_unlabelled(sides.labels, reading.labels))
+    if not len(sides.select()):
+        raise XcompatError(
+            f"no item of {texts.path} has {'a class and ' * (sides.labels is not None)}a stored embedding; use the same ids"
+        )
+    return sides
+
+
+def _labels_of_items(sides: StoredSides, ids: list[str], given: Path | None, where: Path) -> Sequence[str | None] | None:
+    """Return the class of each item, from ``--labels`` or the stored side. Lines without ids are rows of ``--old``."""
+    side = sides.stored
+    places_N = sides.old_places_N if sides.old is not None else sides.new_places_N
+    if given is not None:
+        labels = read_item_labels(given)
+        if labels.ids is not None or side is None:
+            return labels.of_items(ids, len(ids), where)
+        side = side.with_labels(labels)
+    if side is None or side.labels is None:
+        return None
+    return [side.labels[row] if row >= 0 else None for row in places_N.tolist()]
+
+
+def _load_sources(old: Place, new: Path, texts: TextInput, sides: StoredSides) -> tuple[Source, Source]:
+    """Load the models and the service of the sides that are not stored."""
+    old_source: Source = sides.old if sides.old is not None else load_embedder(str(old))
+    if texts.embed_with is not None:
+        return old_source, _provider(new, texts.embed_with, texts)
+    return old_source, sides.new if sides.new is not None else load_embedder(str(new))
 
 
 def _describe_asked(asked: Source, texts: TextInput, taken: datasets.Dataset, cache_dir: Path) -> dict[str, Any] | None:
@@ -170,12 +240,6 @@ def _provider(new: Path, service: str, texts: TextInput) -> Source:
     return Provider(load_function(service), str(new), texts.requests_per_minute, texts.price)
 
 
-def _require_model(old: Source, new: Source, texts: TextInput) -> None:
-    if isinstance(old, Side) and isinstance(new, Side):
-        option = "--images" if texts.are_images else "--texts"
-        raise XcompatError(f"both sides are embeddings, so there is nothing to embed; remove {option}, or pass a model as --new")
-
-
 def describe_service(provider: Provider, function: str, cache: Path) -> dict[str, Any]:
     """Describe a service by its embeddings of test texts, and check that the same model started the cache.
 
@@ -207,16 +271,17 @@ def _cache_folder(source: Embedder | Provider, digest: str, cache_dir: Path, kin
     return cache_dir / f"{kind}-{source.fingerprint.digest[:16]}-{digest[:16]}"
 
 
-def _source(path: Place, max_bad_share: float, reading: Reading) -> Source:
+def _stored_side(path: Place, max_bad_share: float, reading: Reading) -> Side | None:
+    """Return the stored embeddings of texts, or of the only kind of items; None for a model."""
     if not holds_embeddings(path):
-        return load_embedder(str(path))
+        return None
     sides = read_sides(path, max_bad_share, reading)
     return sides[TEXTS] if TEXTS in sides else next(iter(sides.values()))
 
 
-def _places(source: Source, ids: list[str], texts: Path) -> NDArray[np.int64]:
-    """Return the row of each text in the stored embeddings, or -1."""
-    if not isinstance(source, Side):
+def _places(source: Side | None, ids: list[str], texts: Path) -> NDArray[np.int64]:
+    """Return the row of each text in the stored embeddings, or -1; its own number without them."""
+    if source is None:
         return np.arange(len(ids))
     if source.ids is None:
         if len(source.embeds_ND) != len(ids):
@@ -235,17 +300,11 @@ def _places(source: Source, ids: list[str], texts: Path) -> NDArray[np.int64]:
     return places_N
 
 
-def _classes(source: Source, places_N: NDArray[np.int64]) -> NDArray[np.int64] | None:
-    if not isinstance(source, Side) or source.labels is None:
-        return None
-    return number_strings([source.labels[row] for row in places_N.tolist()])[1]
-
-
-def _notes(source: Source, ids: list[str], kept_N: NDArray[np.int64], texts: Path) -> tuple[str, ...]:
+def _notes(source: Side | None, ids: list[str], kept_N: NDArray[np.int64], texts: Path) -> tuple[str, ...]:
     """Report how many texts are used, if some texts or embeddings have no partner."""
-    if not isinstance(source, Side) or len(kept_N) == len(ids) == len(source.embeds_ND):
-        if not isinstance(source, Side):
-            return ()
+    if source is None:
+        return ()
+    if len(kept_N) == len(ids) == len(source.embeds_ND):
         if source.ids is None:
             return *source.notes, f"{source.path} has no ids: its rows are matched with {texts} in order, from {ids[0]!r}."
         return source.notes
@@ -289,9 +348,9 @@ def _image_embeddings(
     return embed_images(source, images, folder, digest, max_bad_share=max_bad_share)
 
 
-def _with_ids_of(source: Source, ids: Sequence[str]) -> Source:
+def _with_ids_of(source: Side | None, ids: Sequence[str]) -> Side | None:
     """Rename stored ids to the images' paths, by file names, if no stored id is such a path."""
-    if not isinstance(source, Side) or source.ids is None or (renamed := match_file_names(source.ids, ids)) is None:
+    if source is None or source.ids is None or (renamed := match_file_names(source.ids, ids)) is None:
         return source
     return replace(source, ids=renamed, notes=(*source.notes, f"{source.path}: its ids are matched by file names."))
 

@@ -31,10 +31,12 @@ class Reading(NamedTuple):
     Args:
         ids: file with a row id per line; None to use the ids in the file.
         columns: column names.
+        labels: source of the items' classes (:func:`~xcompat.mapping.item_labels.read_item_labels`), or None.
     """
 
     ids: Path | None = None
     columns: Columns = Columns()
+    labels: Path | None = None
 
 
 READ_AS_IT_IS = Reading()

@@ -19,6 +19,7 @@ from xcompat.core.errors import XcompatError
 from xcompat.mapping.domain import describe_shift, sample_side
 from xcompat.mapping.folds import Direction
 from xcompat.mapping.indexes import Place, Reading
+from xcompat.mapping.item_labels import read_item_labels
 from xcompat.mapping.sides import BARE, ITEM, KINDS, LABELS, Side, read_sides
 from xcompat.models.closed_form import Moments, readable_pairs
 from xcompat.models.old_knowledge import Rows
@@ -264,7 +265,7 @@ def load_paired(
         old: old side.
         new: new side. Either side can have the classes.
         max_bad_share: largest share of unusable rows per side.
-        reading: column names to use on both sides, and the file with the old side's ids.
+        reading: column names to use on both sides, the file with the old side's ids, and classes.
 
     Returns:
         Common items in the old side's order: images with captions, or passages with questions, if both sides have both.
@@ -280,6 +281,10 @@ def load_paired(
         raise XcompatError(f"{bare} has rows without ids, but the other side has ids; give two .npy files, or two folders")
     old_sides, new_sides = _of_one_kind(old_sides, new_sides), _of_one_kind(new_sides, old_sides)
     kinds = _common_kinds(old, new, old_sides, new_sides)
+    if reading.labels is not None:
+        if len(kinds) > 1:
+            raise XcompatError(f"--labels does not work with {kinds[1]} embeddings in {old} and {new}; remove one of them")
+        old_sides[kinds[0]] = old_sides[kinds[0]].with_labels(read_item_labels(reading.labels))
     paired = {kind: _pair_items(old_sides[kind], new_sides[kind]) for kind in kinds}
     notes = [
         f"{side}: only the {kinds[0]}s are used, because the other side has no other items."
@@ -319,7 +324,7 @@ def _common_kinds(old: Place, new: Place, old_sides: dict[str, Side], new_sides:
 def _pair_items(old: Side, new: Side) -> tuple[PairedEmbeddings, list[str]]:
     """Return the items of a kind in the same order on both sides, with their ids."""
     old_rows_N, new_rows_N, notes = _same_items(old, new)
-    usable_N = old.usable_N[old_rows_N] & new.usable_N[new_rows_N]
+    usable_N = old.are_pairable()[old_rows_N] & new.are_pairable()[new_rows_N]
     if not usable_N.any():
         raise XcompatError(f"{old.path} and {new.path} share no item with usable embeddings on both sides; embed the items again")
     old_rows_N, new_rows_N, notes = old_rows_N[usable_N], new_rows_N[usable_N], (*old.notes, *new.notes, *notes)
@@ -369,7 +374,7 @@ def _same_items(old: Side, new: Side) -> tuple[NDArray[np.int64], NDArray[np.int
 def _same_classes(old: Side, new: Side, old_rows_N: NDArray[np.int64], new_rows_N: NDArray[np.int64]) -> list[str] | None:
     """Return the class of each item; raise if both sides have classes and they differ."""
     sides = ((old.labels, old_rows_N), (new.labels, new_rows_N))
-    found = [[labels[row] for row in rows_N.tolist()] for labels, rows_N in sides if labels is not None]
+    found = [[str(labels[row]) for row in rows_N.tolist()] for labels, rows_N in sides if labels is not None]
     if len(found) == 2 and found[0] != found[1]:
         row, first, second = next((row, *both) for row, both in enumerate(zip(*found, strict=True)) if both[0] != both[1])
         name = old.ids[int(old_rows_N[row])] if old.ids is not None else f"row {row}"

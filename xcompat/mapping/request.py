@@ -169,6 +169,7 @@ class MapRequest:
             "memory": self.memory if self.memory != "all" else None,
             "direction": self.direction if self.direction != "new_to_old" else None,
             "ids": _digest([self.reading.ids]) if self.reading.ids is not None else None,
+            "labels": files_digest(str(self.reading.labels)) if self.reading.labels is not None else None,
             "id-column": self.reading.columns.id,
             "vector-name": self.reading.columns.vector,
             "texts": _digest(_files(texts.path)) if texts is not None and not texts.are_images else None,
@@ -221,6 +222,9 @@ class MapRequest:
             options = {"remember-items": self.remember_items, "memory-codec": self.memory_codec, "start-from": self.start}
             if given := [option for option, value in options.items() if value]:
                 raise XcompatError(f"--{given[0]} does not work with --memory {self.memory}; remove one of them")
+        for option, name, side in (("old", self.old_model, self.old), ("new", self.new_model, self.new)):
+            if name is not None and self.texts is not None and side in self._sides and not holds_embeddings(side):
+                raise XcompatError(f"--{option}-model {name}: --{option} is already a model; remove --{option}-model")
         if self.sample is not None and self.texts is None:
             raise XcompatError("--sample draws items to embed; add --texts or --images, or remove --sample")
         if self.sample and self.remember_items:
@@ -245,6 +249,8 @@ class MapRequest:
         """Raise if no side has a chosen column, or the file with ids does not exist."""
         if self.reading.ids is not None and not self.reading.ids.is_file():
             raise MissingPathError(f"--ids {self.reading.ids} does not exist; choose a text file with an id per line")
+        if self.reading.labels is not None:
+            local_files(str(self.reading.labels))
         sides = [side for side in (self.old, self.new) if isinstance(side, Path)]
         tables = [side for side in sides if side.exists() and not is_gallery(side)]
         names = [name for side in tables if is_table(side) for name in column_names(side)]

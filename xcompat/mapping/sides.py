@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +18,9 @@ from xcompat.mapping.indexes import Place, Reading, StoreAddress, is_gallery, is
 from xcompat.vectors import Vectors, check_rows, read_vectors
 from xcompat.vectors.checks import BAD_SHARE, require_floats
 from xcompat.vectors.formats import EMBEDDING_COLUMNS, ID, READABLE, SUFFIXES, is_table, steps_beside, stored_at
+
+if TYPE_CHECKING:
+    from xcompat.mapping.item_labels import ItemLabels
 
 KINDS = ("image", "text", "query")
 """Kinds of items in a folder. If there are two, the second kind searches the first."""
@@ -37,7 +41,7 @@ class Side:
         usable_N: (N,) bool, False for rows without a usable embedding, which are not paired.
         notes: sentences for the user about such rows.
         ids: id of each row.
-        labels: class of each row.
+        labels: class of each row; None for rows without a class, which are not paired.
     """
 
     path: Place
@@ -45,7 +49,18 @@ class Side:
     usable_N: NDArray[np.bool_]
     notes: tuple[str, ...] = ()
     ids: list[str] | None = None
-    labels: list[str] | None = None
+    labels: Sequence[str | None] | None = None
+
+    def are_pairable(self) -> NDArray[np.bool_]:
+        """Return a mask of the rows with a usable embedding and, if there are classes, a class."""
+        return self.usable_N if self.labels is None else self.usable_N & [label is not None for label in self.labels]
+
+    def with_labels(self, given: ItemLabels) -> Side:
+        """Return the same embeddings with classes, and a note if some rows have none."""
+        if self.labels is not None:
+            raise XcompatError(f"{self.path} has classes of its own ({LABELS}); remove --labels")
+        labels = given.of_items(self.ids, len(self.embeds_ND), self.path)
+        return replace(self, labels=labels, notes=(*self.notes, *note_unlabelled(labels, given.path)))
 
     @property
     def keys(self) -> list[tuple[str, int]]:
@@ -169,6 +184,12 @@ def read_labels(file: Path) -> list[str]:
             "or remove images without one"
         )
     return labels
+
+
+def note_unlabelled(labels: Sequence[str | None], path: Path) -> tuple[str, ...]:
+    """Return a note if some items have no class."""
+    known = sum(label is not None for label in labels)
+    return () if known == len(labels) else (f"{known:,} of {len(labels):,} items have a class in {path}; only these are used.",)
 
 
 def _files_of(folder: Path, kind: str) -> tuple[Path, str]:
