@@ -21,7 +21,7 @@ from xcompat.mapping import load_paired
 from xcompat.mapping.request import MapRequest
 from xcompat.mapping.sides import read_sides, side_files
 from xcompat.models.stored import StoredModel
-from xcompat.training.evaluate_command import load_embedding_folder
+from xcompat.training.folder_test_sets import load_embedding_folder
 from xcompat.vectors import read_vectors
 from xcompat.vectors.formats import is_stored, is_table, stored_at
 

@@ -371,6 +371,9 @@ def evaluate(
     For a checkpoint, KEY=VALUE describes the images of --data. caption_column=NAME: images with captions. label_column=NAME,
     classes=FILE or class_column=NAME: images with classes. gallery=PATH: gallery images.
     Without gallery, the test images search each other.
+
+    Folders of embeddings are judged by --qrels, captions, the ids of queries, or labels.txt. Otherwise the report contains the
+    agreement with the new model.
     """
     from xcompat.training.embedding_folders import judged_folders, require_folders, require_testable, target_kind
 
@@ -379,7 +382,9 @@ def evaluate(
     kind = target_kind(target, overrides or [], named)
     if new is not None and old is not None:
         place = output or Path("runs/evaluation")
-        require_folders(judged_folders(Path(old), new, new_own, independent, by_map), qrels, place)
+        evidence = require_folders(judged_folders(Path(old), new, new_own, independent, by_map), qrels, place)
+        if require_compatible and evidence.kind == "agreement":
+            raise XcompatError(f"--require-compatible needs classes, captions or judgements of {old}; add them, or remove it")
         announce_loading(by_map)
         from xcompat.training.evaluate_command import evaluate_embeddings, evaluation_settings
         from xcompat.vectors.checks import BAD_SHARE

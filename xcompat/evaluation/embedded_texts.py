@@ -34,6 +34,7 @@ class EmbeddedTexts:
         query_ids: Q distinct hashables.
         text_ids: G distinct hashables.
         qrels: query id -> passage id -> gain.
+        direction: name of the search; ``image-to-image`` if queries and passages are images.
     """
 
     name: str
@@ -43,6 +44,7 @@ class EmbeddedTexts:
     query_ids: Ids
     text_ids: Ids
     qrels: Qrels
+    direction: str = TEXT_TO_TEXT
 
     @property
     def dim(self) -> int:
@@ -100,9 +102,9 @@ class EmbeddedTexts:
             ("Relevant passages missing from the gallery, counted as not found", found.unknown_items),
         ]
         notes = tuple(f"{said}: {len(names)}, e.g. {names[0]!r}." for said, names in counted if names)
-        notes += select_cut_offs(TEXT_TO_TEXT, "recall", ks or _KS, len(self.text_ids))[1]
+        notes += select_cut_offs(self.direction, "recall", ks or _KS, len(self.text_ids))[1]
         missing = "queries have no judgement"
-        return [Direction(TEXT_TO_TEXT, "graded", (), len(self.text_ids), without_match=missing, notes=notes)]
+        return [Direction(self.direction, "graded", (), len(self.text_ids), without_match=missing, notes=notes)]
 
     def compare(
         self, gallery: EmbeddedTexts, direction: Direction, options: EvaluationOptions, own: EmbeddedTexts | None = None
@@ -131,7 +133,7 @@ class EmbeddedTexts:
         """Rank the relevant passages of each judged query."""
         pairs, _ = self.compare(gallery, direction, options, own)
         found = grade(pairs, self.query_ids, gallery.text_ids, self.qrels, options.ks or _KS, options.shared)
-        kept, _ = select_cut_offs(TEXT_TO_TEXT, "recall", options.ks or _KS, len(gallery.text_ids))
+        kept, _ = select_cut_offs(self.direction, "recall", options.ks or _KS, len(gallery.text_ids))
         told = {f"recall@{k}" for k in kept}  # nDCG and MRR use ranks, so they can tell models apart at any cut-off
         values = {metric: of_J for metric, of_J in found.values.items() if metric in told or not metric.startswith("recall@")}
         ranks_Q = np.full(len(self.query_ids), -1, dtype=np.int64)

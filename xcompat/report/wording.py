@@ -24,6 +24,8 @@ from xcompat.evaluation.intervals import POWER
 from xcompat.report.content import Report
 
 NOT_SHOWN = "Validation did not show that queries of this map find as much as old queries. Compare both on your own data first."
+EVIDENCE, AGREEMENT = "evidence", "agreement"
+"""Key of a report's ``run`` with the kind of evidence, and the kind that shows no verdict."""
 COMPATIBLE_QUESTION = "Backward compatible"
 LUCK_QUESTION = "Statistical comparison with old queries"
 NOT_HURT_QUESTION = "New model unharmed by compatibility training"
@@ -206,6 +208,9 @@ def case_meaning(label: str) -> str:
 def verdicts(report: Report) -> list[Verdict]:
     """Return the verdicts on compatibility, statistical outcome, and (if it was trained) harm to the new model."""
     criterion = report.criterion
+    if report.run.get(EVIDENCE) == AGREEMENT:
+        why = "There are no classes, captions or judgements, and agreement with the new model does not show this."
+        return [Verdict(COMPATIBLE_QUESTION, "not measured", why)]
     failed = [each.case for each in failed_comparisons(report.cases)]
     total = len(criterion.differences)
     why = f"New queries find more than old queries on all {total} metrics."

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
+from xcompat.core.arrays import read_lines
 from xcompat.core.errors import MissingPathError, XcompatError
 from xcompat.core.paths import is_local, nearest_path
 from xcompat.data.judgements import require_qrels
 from xcompat.data.sources import local_files
 from xcompat.encoders.model_files import is_xcompat_model
-from xcompat.mapping.sides import LABELS
+from xcompat.mapping.folds import NEIGHBOURS
+from xcompat.mapping.sides import KINDS, LABELS
 from xcompat.report import require_report_place
 from xcompat.training.record import EVALUATED, find_model
+from xcompat.vectors import read_vectors
 from xcompat.vectors.formats import is_table, stored_at
 
 NO_CHECKPOINT = "is not an xcompat checkpoint; choose the folder with its config.json, usually RUN/model"
@@ -92,8 +95,91 @@ def judged_folders(
     return {"old": old, "new": new, "independent": independent or new}
 
 
-def require_folders(folders: Mapping[str, Path | None], qrels: Path | None, output: Path) -> None:
-    """Raise if a folder lacks embeddings or ids.
+class Evidence(NamedTuple):
+    """What shows which hits are right, chosen as `xcompat map` chooses it.
+
+    Args:
+        kind: ``judgements`` in a file, ``captions`` of images, ``answers`` named by the ids of queries, ``classes``, or
+            ``agreement`` with the nearest items of the new model.
+        items: kinds of embeddings that are searched, or search.
+        described: a sentence for the report.
+    """
+
+    kind: Literal["judgements", "captions", "answers", "classes", "agreement"]
+    items: tuple[str, ...]
+    described: str
+
+
+def choose_evidence(folders: Mapping[str, Path | None], qrels: Path | None = None) -> Evidence:
+    """Choose the evidence of folders with embeddings, and raise if a folder lacks files.
+
+    Args:
+        folders: by role, as in :func:`judged_folders`.
+        qrels: judgements, if any.
+
+    Raises:
+        XcompatError: a file is missing, or there is no evidence.
+    """
+    given = {role: folder for role, folder in folders.items() if folder is not None}
+    for folder in given.values():
+        if not folder.is_dir():
+            raise MissingPathError(f"{folder} does not exist; choose a folder of embeddings ({nearest_path(folder)})")
+    found = _choose_evidence(given, qrels)
+    for role, folder in given.items():
+        needs_texts = role != "new_view" or stored_at(folder / "text_embeds") is not None  # mapped queries need no passages
+        has_queries = found.kind in ("judgements", "answers")
+        require_files(folder, found.items if needs_texts or not has_queries else ("query",))
+    if found.kind == "agreement" and "new" not in given:
+        raise XcompatError(
+            f"{given['old']} contains {found.items[0]}s without classes or texts, so relevant hits are unknown: add {LABELS} (a "
+            "class per line), captions (text_embeds.npy, and text_ids.txt with the id of the image each describes) or --qrels; "
+            "or add the new model's own embeddings (--new-own, or --map) to measure its agreement"
+        )
+    return found
+
+
+def _choose_evidence(given: Mapping[str, Path], qrels: Path | None) -> Evidence:
+    old = given["old"]
+    if qrels is not None:
+        return Evidence("judgements", ("query", "text"), f"Evidence: judgements in {qrels}.")
+    kinds = _kinds(old)
+    if "image" in kinds and any("text" in _kinds(folder) for folder in given.values()):
+        return Evidence(
+            "captions", ("image", "text"), "Evidence: captions, each of which should find its image, and images theirs."
+        )
+    unused = ""
+    if {"query", "text"} <= set(kinds):
+        if not set(read_ids(old, "query")).isdisjoint(read_ids(old, "text")):
+            return Evidence("answers", ("query", "text"), "Evidence: ids of queries, each the id of the text that answers it.")
+        unused = " The queries are not used, because none has the id of a text: add --qrels to judge them."
+    item = "text" if "text" in kinds else kinds[0] if kinds else "image"
+    labelled = next((folder for folder in given.values() if (folder / LABELS).is_file()), None)
+    if labelled is not None:
+        return Evidence("classes", (item,), f"Evidence: classes in {labelled / LABELS}.{unused}")
+    return Evidence(
+        "agreement",
+        (item,),
+        f"Evidence: agreement with the new model. Relevant are the {NEIGHBOURS} items that it finds nearest, so its own vectors "
+        f"find them all. This does not show that new queries find as much as old ones: add {LABELS}, captions or "
+        f"--qrels.{unused}",
+    )
+
+
+def _kinds(folder: Path) -> list[str]:
+    """Return the kinds of embeddings in a folder, also of those without ids or embeddings."""
+    return [kind for kind in KINDS if stored_at(folder / f"{kind}_embeds") or (folder / f"{kind}_ids.txt").exists()]
+
+
+def read_ids(folder: Path, kind: str) -> list[str]:
+    """Return the ids of a kind of embeddings; none if files are missing."""
+    place, listed = stored_at(folder / f"{kind}_embeds"), folder / f"{kind}_ids.txt"
+    if listed.is_file():
+        return read_lines(listed)
+    return (read_vectors(place).ids or []) if place is not None and is_table(place) else []
+
+
+def require_folders(folders: Mapping[str, Path | None], qrels: Path | None, output: Path) -> Evidence:
+    """Return the evidence, and raise if a folder lacks embeddings or ids.
 
     Args:
         folders: by role, as in :func:`~xcompat.training.evaluate_command.evaluate_embeddings`.
@@ -106,25 +192,7 @@ def require_folders(folders: Mapping[str, Path | None], qrels: Path | None, outp
     require_output(output)
     if qrels is not None:
         require_qrels(str(qrels))
-    given = {role: folder for role, folder in folders.items() if folder is not None}
-    for role, folder in given.items():
-        if qrels is not None:
-            require_files(folder, kinds_judged(role, folder))
-        else:
-            require_files(folder, ("image", "text") if any(map(has_texts, given.values())) else ("image",))
-    if qrels is None and not any(map(has_texts, given.values())):
-        require_labels(given["old"])
-
-
-def kinds_judged(role: str, folder: Path) -> tuple[str, ...]:
-    """Return the kinds of embeddings in a folder; mapped queries need no passages."""
-    has_passages = role != "new_view" or stored_at(folder / "text_embeds") is not None
-    return ("query", "text") if has_passages else ("query",)
-
-
-def has_texts(folder: Path) -> bool:
-    """Return whether a folder has texts or is missing."""
-    return stored_at(folder / "text_embeds") is not None or (folder / "text_ids.txt").exists() or not folder.is_dir()
+    return choose_evidence(folders, qrels)
 
 
 def require_files(folder: Path, kinds: Sequence[str]) -> None:
@@ -134,21 +202,6 @@ def require_files(folder: Path, kinds: Sequence[str]) -> None:
         place = stored_at(folder / f"{name.split('_')[0]}_embeds")
         if not (folder / name).is_file() and (place is None or not is_table(place)):
             raise XcompatError(f"{folder} lacks {name}; it must contain {', '.join(names)}")
-
-
-def require_labels(folder: Path) -> Path:
-    """Return the file of classes.
-
-    Raises:
-        XcompatError: it is missing.
-    """
-    file = folder / LABELS
-    if not file.is_file():
-        raise XcompatError(
-            f"{folder} contains images without classes or texts, so relevant hits are unknown: add {LABELS} (a class per line, "
-            "in row order), or texts in every folder (text_embeds.npy, and text_ids.txt with the id of the image each describes)"
-        )
-    return file
 
 
 def require_testable(folder: Path, data: Path | None, output: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -11,31 +12,27 @@ from pydantic import ValidationError
 
 from xcompat.core.distributed import device
 from xcompat.core.errors import XcompatError
-from xcompat.core.fingerprint import Fingerprint
 from xcompat.core.progress import console, literal, silence_libraries
 from xcompat.core.provenance import provenance
-from xcompat.data import LabelledSource, PairSource, read_qrels
+from xcompat.data import LabelledSource, PairSource
 from xcompat.encoders import EncoderSource
 from xcompat.encoders.scratch import FROM_SCRATCH
-from xcompat.evaluation import EmbeddedImages, EmbeddedPairs, EmbeddedTexts, EvaluatedModels
+from xcompat.evaluation import EvaluatedModels
 from xcompat.evaluation.evaluated_models import C
-from xcompat.mapping.sides import read_labels
 from xcompat.models import CompatModel
 from xcompat.models.embedder import Embedder, is_checkpoint, load_checkpoint, load_embedder
 from xcompat.report import Report, ReportContent, load_report, print_report, report_file, write_report
+from xcompat.report.wording import EVIDENCE
 from xcompat.training.embedding_folders import (
     NO_CHECKPOINT,
-    has_texts,
+    choose_evidence,
     judged_folders,
-    kinds_judged,
-    require_files,
-    require_labels,
     require_output,
     require_testable,
 )
 from xcompat.training.evaluation_models import EvaluationSet, map_contestant
 from xcompat.training.evaluation_sets import PairTestSet, load_test_set
-from xcompat.training.item_embeddings import read_embeddings
+from xcompat.training.folder_test_sets import load_folders
 from xcompat.training.model_evaluation import embed_new, make_report, map_queries, use_chosen_reranking
 from xcompat.training.overrides import apply_override
 from xcompat.training.recipe import explain, load_recipe
@@ -129,12 +126,12 @@ def evaluate_checkpoint(
             f"{folder} maps into the space of {versions[0].name!r}, which is only a name: evaluate embeddings of both models "
             "(--old, --new), or fit the map again with the model itself as --old-model"
         )
+    test = _test_set(data, overrides, model.embeds_texts)
     old_name = old or versions[0].name
     old_model = load_frozen(old_name, device())
     if old_model.fingerprint not in versions:  # raises before the slow embedding
         versions[0].require(old_model.fingerprint, f"the gallery of {old_model.name}")
     plain = plain_model(model) if model.embeds_in_memory else None
-    test = _test_set(data, overrides, model.embeds_texts)
     if isinstance(test, PairTestSet) and plain is None:
         plain = plain_model(model)
     cache_dir = output / "cache"
@@ -195,7 +192,8 @@ def evaluate_embeddings(
 
     - Captions have the id of their image.
     - With ``qrels``, queries replace images, and texts are passages. Mapped queries need no passages.
-    - Without texts, ``labels.txt`` in the old folder has a class per line.
+    - Without ``qrels``, a query's id is the id of the text that answers it.
+    - With a single kind of items, ``labels.txt`` has a class per line. Without it, agreement with the new model is measured.
     - A table can replace a ``.npy`` file and its ids (:func:`~xcompat.vectors.read_vectors`).
 
     Args:
@@ -217,17 +215,11 @@ def evaluate_embeddings(
     """
     require_output(output)
     folders = judged_folders(old, new, new_own, independent, by_map)
-    if qrels is not None:
-        loaded: dict[str, Any] = _judged_texts(folders, qrels, max_bad_share)
-    elif not any(has_texts(folder) for folder in folders.values() if folder is not None):
-        loaded = _labelled_images(folders, max_bad_share)
-    else:
-        loaded = {}
-        for role, folder in folders.items():
-            if folder is not None:
-                loaded[role] = load_embedding_folder(folder, max_bad_share, loaded.get("old"))
+    evidence = choose_evidence(folders, qrels)
+    loaded = load_folders(folders, evidence, qrels, max_bad_share)
     settings = settings or EvaluationSettings()
     if by_map is not None:
+        silence_libraries()
         model = torch.nn.Module.to(load_checkpoint(str(find_model(by_map))), device())
         loaded |= _map_queries(loaded["new"], loaded["old"], by_map, model)
         settings = use_chosen_reranking(settings, model)
@@ -236,7 +228,10 @@ def evaluate_embeddings(
             f"{new} has {dim} dimensions and {old} {searched}, but --new takes queries in the old space: add their map with "
             f"--map FOLDER, or pass mapped queries as --new, and {new} as --new-own"
         )
-    return _finish(make_report(EvaluatedModels(**loaded), None, settings, "embeddings", 0, run=provenance()), output)
+    about = provenance() | {EVIDENCE: evidence.kind}
+    content = make_report(EvaluatedModels(**loaded), None, settings, "embeddings", 0, run=about)
+    evaluation = replace(content.evaluation, notes=[evidence.described, *content.evaluation.notes])
+    return _finish(replace(content, evaluation=evaluation), output)
 
 
 def _map_queries(own: C, old: C, by_map: Path, model: CompatModel) -> dict[str, Any]:
@@ -253,64 +248,6 @@ def _map_queries(own: C, old: C, by_map: Path, model: CompatModel) -> dict[str, 
     stored = model.fingerprint().derive("backfilled")
     backfilled = map_contestant(own, by_map.name, stored, model.to_space_without_memory, model.device)
     return {"new_view": view, "backfilled": backfilled, "alone": alone, "extra": extra}
-
-
-def load_embedding_folder(folder: Path, max_bad_share: float = BAD_SHARE, like: EmbeddedPairs | None = None) -> EmbeddedPairs:
-    """Read embeddings with ids.
-
-    Args:
-        folder: see :func:`evaluate_embeddings`.
-        max_bad_share: see :func:`evaluate_embeddings`.
-        like: old embeddings, for the item order.
-
-    Returns:
-        The embeddings, with the folder as fingerprint.
-
-    Raises:
-        XcompatError: a file is missing or invalid, or counts differ.
-    """
-    require_files(folder, ("image", "text"))
-    images_ND, image_ids = read_embeddings(folder, "image", max_bad_share, like.image_ids if like is not None else None)
-    texts_MD, text_ids = read_embeddings(folder, "text", max_bad_share, like.text_ids if like is not None else None)
-    return EmbeddedPairs(folder.name, Fingerprint.from_string(str(folder.resolve())), images_ND, texts_MD, image_ids, text_ids)
-
-
-def _labelled_images(folders: dict[str, Path | None], max_bad_share: float) -> dict[str, EmbeddedImages]:
-    old, loaded = folders["old"], dict[str, EmbeddedImages]()
-    assert old is not None
-    for role, folder in folders.items():
-        if folder is None:
-            continue
-        require_files(folder, ("image",))
-        images_ND, ids = read_embeddings(folder, "image", max_bad_share, loaded["old"].query_ids if loaded else None)
-        labels = _labels(old, len(ids)) if role == "old" else loaded["old"].query_labels
-        fingerprint = Fingerprint.from_string(str(folder.resolve()))
-        loaded[role] = EmbeddedImages(folder.name, fingerprint, images_ND, images_ND, ids, ids, labels, labels)
-    return loaded
-
-
-def _labels(folder: Path, count: int) -> list[str]:
-    file = require_labels(folder)
-    if len(labels := read_labels(file)) != count:
-        raise XcompatError(f"{file} has {len(labels):,} lines for {count:,} images; the counts must be equal")
-    return labels
-
-
-def _judged_texts(folders: dict[str, Path | None], qrels: Path, max_bad_share: float) -> dict[str, EmbeddedTexts]:
-    judgements, loaded = read_qrels(qrels), dict[str, EmbeddedTexts]()
-    for role, folder in folders.items():
-        if folder is None:
-            continue
-        kinds = kinds_judged(role, folder)
-        require_files(folder, kinds)
-        like_queries, like_texts = (loaded["old"].query_ids, loaded["old"].text_ids) if loaded else (None, None)
-        queries_QD, query_ids = read_embeddings(folder, "query", max_bad_share, like_queries)
-        texts_GD, text_ids = (
-            read_embeddings(folder, "text", max_bad_share, like_texts) if "text" in kinds else (None, loaded["old"].text_ids)
-        )
-        fingerprint = Fingerprint.from_string(str(folder.resolve()))
-        loaded[role] = EmbeddedTexts(folder.name, fingerprint, queries_QD, texts_GD, query_ids, text_ids, judgements)
-    return loaded
 
 
 def _finish(content: ReportContent, output: Path) -> Report:
