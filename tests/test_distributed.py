@@ -296,13 +296,17 @@ def test_noise_and_dropout_differ_between_ranks(runs: tuple[Path, Path]) -> None
     assert not set(first) & set(second)
 
 
-def learn_with_constants(rank: int, photos: str, encoder: str, method: str, folder: str) -> None:
-    """Train on a rank, once as ever and once with DDP sending all buffers; write which ones it sends, and what is left."""
+def join_group(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     places = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
     # accelerate asks for an address, and then uses the group that there is
     os.environ |= places | {"MASTER_ADDR": "localhost", "MASTER_PORT": "1", "ACCELERATE_USE_CPU": "true"}
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+
+
+def learn_with_constants(rank: int, photos: str, encoder: str, method: str, folder: str) -> None:
+    """Train on a rank, once as ever and once with DDP sending all buffers; write which ones it sends, and what is left."""
+    join_group(rank, folder)
     images, synchronise = load_labelled(photos), DistributedDataParallel._sync_buffers
     training = {"max_steps": 3, "per_device_train_batch_size": 6, "learning_rate": 0.01}
     stage = StageRecipe(method=method, new=encoder, data={"images": {"path": photos}}, training=training, evaluation=None)
@@ -346,6 +350,72 @@ def test_ddp_sends_once_what_never_changes(method: str, image_folder_of: dict[st
     for name, value in one.items():
         assert torch.equal(plain[name], value), name
         assert torch.equal(two[name], value) or "running" in name, name
+
+
+class CountedRows:
+    """Embeddings that count the rows that are read."""
+
+    def __init__(self, rows: np.ndarray) -> None:
+        self.rows, self.shape, self.read = rows, rows.shape, 0
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, which: Any) -> np.ndarray:
+        found = self.rows[which]
+        self.read += len(found)
+        return found
+
+
+def old_and_new(n_classes: int) -> tuple[OldKnowledge, CountedRows]:
+    generator = np.random.default_rng(n_classes)
+    old_Nd, new_ND = (generator.normal(size=(97, dim)).astype(np.float32) for dim in (8, 16))
+    old_Nd[5], new_ND[9] = np.nan, np.nan
+    labels_N = generator.integers(max(n_classes - 1, 1), size=97)  # the last class has no image
+    return OldKnowledge(n_classes, labels_N, CountedRows(old_Nd)), CountedRows(new_ND)
+
+
+def prepare_methods(folders: dict[str, str], n_classes: int) -> dict[str, dict[str, torch.Tensor]]:
+    """Return what each method computes from all embeddings, with the number of old rows that were read."""
+    found: dict[str, dict[str, torch.Tensor]] = {}
+    for method in ("advbct", "bct", "fastfill", "lce", "nccl", "rbt", "unibct"):
+        old, new = old_and_new(n_classes)
+        torch.manual_seed(0)
+        known = {"classes": [f"{number}" for number in range(n_classes)]} if METHODS[method].learns_classes else {}
+        described = describe_old(Fingerprint.from_string("old"), dim=8)
+        options = {"max_entropy": 1.0} if method == "nccl" else {}
+        model = METHODS[method].from_encoder(folders["clip"], old=described, **known, **options)
+        model.prepare(old, new)
+        if method == "unibct":
+            model.refresh(new.rows)
+        known_rows = model.state_dict(), dict(model.named_buffers())
+        found[method] = {name: value for each in known_rows for name, value in each.items() if not name.startswith("encoder")}
+        assert isinstance(old.embeddings_Nd, CountedRows)
+        found[method]["read"] = torch.tensor(old.embeddings_Nd.read)
+    return found
+
+
+def prepare_on_a_rank(rank: int, folders: dict[str, str], n_classes: int, folder: str) -> None:
+    join_group(rank, folder)
+    torch.save(prepare_methods(folders, n_classes), f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("n_classes", [1, 7])
+def test_processes_share_the_classes_and_compute_the_bits_of_one(
+    n_classes: int, folder_of: dict[str, str], tmp_path: Path
+) -> None:
+    wanted = prepare_methods(folder_of, n_classes)
+    warm.spawn(prepare_on_a_rank, (dict(folder_of), n_classes, str(tmp_path)))
+    ranks = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2)]
+    for method, values in wanted.items():
+        read = [int(found[method].pop("read")) for found in ranks]
+        alone = int(values.pop("read"))
+        assert method == "nccl" or sum(read) <= alone, f"{method}: each row is read by one process; nccl's bank by every one"
+        for found in ranks:
+            assert found[method].keys() == values.keys()
+            for name, value in values.items():
+                assert torch.equal(found[method][name].nan_to_num(nan=7), value.nan_to_num(nan=7)), (method, name)
 
 
 def test_ctrl_c_stops_both_ranks_after_the_same_step(runs: tuple[Path, Path], tmp_path: Path) -> None:

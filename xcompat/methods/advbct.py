@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from typing_extensions import override
 
+from xcompat.core.distributed import compute_in_shares
 from xcompat.core.errors import XcompatError
 from xcompat.losses.classification import mean_of_known
 from xcompat.models.classified import ClassifiedConfig, ClassifiedModel
@@ -127,6 +128,8 @@ class _GradientReversal(torch.autograd.Function):
 def class_radii(embeds_Nd: Rows, centres_Cd: NDArray[np.float32], samples: list[NDArray[np.int64]]) -> NDArray[np.float32]:
     """Return each class's largest distance to its centre, without outliers beyond Q3 + 1.5·(Q3 − Q1).
 
+    Each process computes a share of the classes, so every process must call this.
+
     Args:
         embeds_Nd: old embeddings; NaN rows are ignored.
         centres_Cd: each class's centre.
@@ -140,13 +143,13 @@ def class_radii(embeds_Nd: Rows, centres_Cd: NDArray[np.float32], samples: list[
         >>> class_radii(embeds, np.array([[1.0], [7.0]], np.float32), [np.array([0, 1]), np.array([2])]).tolist()
         [1.0, nan]
     """
-    radii_C = np.full(len(samples), np.nan, np.float32)
-    for label, rows in enumerate(samples):
-        distances_n = np.linalg.norm(embeds_Nd[rows] - centres_Cd[label], axis=1)
+
+    def radius(label: int) -> float:
+        distances_n = np.linalg.norm(embeds_Nd[samples[label]] - centres_Cd[label], axis=1)
         distances_n = distances_n[np.isfinite(distances_n)]
         if len(distances_n) >= FEWEST_FOR_OUTLIERS:
             low, high = np.quantile(distances_n, [0.25, 0.75])
             distances_n = distances_n[distances_n <= high + 1.5 * (high - low)]
-        if len(distances_n) > 1:
-            radii_C[label] = distances_n.max()
-    return radii_C
+        return float(distances_n.max()) if len(distances_n) > 1 else math.nan
+
+    return compute_in_shares(len(samples), lambda labels_c: np.array([radius(label) for label in labels_c], np.float32))

@@ -13,12 +13,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from typing_extensions import override
 
+from xcompat.core.distributed import compute_in_shares
 from xcompat.core.errors import XcompatError
 from xcompat.encoders.base import Encoder
 from xcompat.heads import Projection
 from xcompat.losses.classification import in_blocks, mean_of_known
 from xcompat.models.mapped import LearnedMapModel, MappedConfig
-from xcompat.models.old_knowledge import ROWS, OldKnowledge, Rows, class_means
+from xcompat.models.old_knowledge import OldKnowledge, Rows, class_means, rows_of_classes
 from xcompat.models.registry import register
 from xcompat.outputs import Batch, CompatOutput
 
@@ -111,10 +112,14 @@ class LceModel(LearnedMapModel):
 
 def _boundaries(embeds_Nd: Rows, labels_N: NDArray[np.int64], centres_Cd: NDArray[np.float32]) -> NDArray[np.float32]:
     """Return each class's smallest cosine to its centre (C,); 1 for classes without samples."""
-    smallest_C = np.ones(len(centres_Cd), np.float32)
-    for start in range(0, len(labels_N), ROWS):
-        rows_Bd, labels_B = embeds_Nd[start : start + ROWS], labels_N[start : start + ROWS]
-        cosines_B = (rows_Bd * centres_Cd[labels_B]).sum(axis=1)
-        kept_B = np.isfinite(cosines_B)
-        np.minimum.at(smallest_C, labels_B[kept_B], cosines_B[kept_B])
-    return smallest_C
+
+    def compute(classes_c: NDArray[np.int64]) -> NDArray[np.float32]:
+        smallest_c = np.ones(len(classes_c), np.float32)
+        for rows_B in rows_of_classes(labels_N, classes_c):
+            labels_B = labels_N[rows_B]
+            cosines_B = (embeds_Nd[rows_B] * centres_Cd[labels_B]).sum(axis=1)
+            kept_B = np.isfinite(cosines_B)
+            np.minimum.at(smallest_c, np.searchsorted(classes_c, labels_B[kept_B]), cosines_B[kept_B])
+        return smallest_c
+
+    return compute_in_shares(len(centres_Cd), compute)

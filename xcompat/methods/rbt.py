@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from typing_extensions import override
 
+from xcompat.core.distributed import from_main_process
 from xcompat.core.errors import XcompatError
 from xcompat.encoders.base import Encoder
 from xcompat.heads import ResidualBottleneck
@@ -88,7 +89,8 @@ class RbtModel(LearnedMapModel):
         assert new_ND is not None
         source_NS, target_NT = self.order_sides(new_ND, old.embeddings("rbt"))
         if self.config.start == "procrustes":
-            weight_ST, _ = solve_procrustes(Moments.compute(readable_pairs(source_NS, target_NT)))
+            moments = from_main_process(lambda: Moments.compute(readable_pairs(source_NS, target_NT)))
+            weight_ST, _ = solve_procrustes(moments)
             self.entry.load_state_dict({"weight": weight_ST.T})
         self.prototypes_CT = torch.from_numpy(class_means(target_NT, old.labels_N, old.n_classes)).to(self.device)
 

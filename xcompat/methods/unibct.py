@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from typing_extensions import override
 
+from xcompat.core.distributed import compute_in_shares
 from xcompat.core.errors import XcompatError
 from xcompat.encoders.base import Encoder
 from xcompat.losses import cross_entropy_to
@@ -93,17 +94,22 @@ class UniBctModel(ClassifiedModel):
 
     @override
     def refresh(self, new_ND: NDArray[np.float32]) -> None:
-        """Refine the prototypes by the current new embeddings."""
+        """Refine the prototypes by the current new embeddings, each process a share of the classes."""
         assert self._old is not None
         old_Nd, config = self._old.embeddings("unibct"), self.config
-        prototypes_Cd = torch.full(self.prototypes_Cd.shape, torch.nan)
-        for label, samples in enumerate(samples_of_classes(self._old.labels_N, self._old.n_classes)):
-            old_nd, new_nD = torch.from_numpy(old_Nd[samples]).double(), torch.from_numpy(new_ND[samples]).double()
-            readable_n = old_nd[:, 0].isfinite() & new_nD[:, 0].isfinite()
-            if readable_n.any():
-                old_nd, new_nD = F.normalize(old_nd[readable_n], dim=-1), F.normalize(new_nD[readable_n], dim=-1)
-                prototypes_Cd[label] = refined_weights(new_nD, config.propagation, config.temperature).to(old_nd) @ old_nd
-        self._set(prototypes_Cd)
+        samples = samples_of_classes(self._old.labels_N, self._old.n_classes)
+
+        def refine(labels_c: NDArray[np.int64]) -> NDArray[np.float32]:
+            refined_cd = np.full((len(labels_c), old_Nd.shape[1]), np.nan, np.float32)
+            for row, label in enumerate(labels_c):
+                old_nd, new_nD = (torch.from_numpy(side[samples[label]]).double() for side in (old_Nd, new_ND))
+                readable_n = old_nd[:, 0].isfinite() & new_nD[:, 0].isfinite()
+                if readable_n.any():
+                    old_nd, new_nD = (F.normalize(side[readable_n], dim=-1) for side in (old_nd, new_nD))
+                    refined_cd[row] = refined_weights(new_nD, config.propagation, config.temperature) @ old_nd
+            return refined_cd
+
+        self._set(torch.from_numpy(compute_in_shares(len(samples), refine)))
 
     def _set(self, prototypes_Cd: Tensor) -> None:
         if not prototypes_Cd.isfinite().any():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, TypeAlias
 
@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
+from xcompat.core.distributed import compute_in_shares
 from xcompat.core.errors import XcompatError
 
 OldWeights: TypeAlias = Literal["prototypes", "classifier", "both"]
@@ -105,6 +106,9 @@ class OldKnowledge:
 def class_means(embeds_Nd: Rows, labels_N: NDArray[np.int64], n_classes: int) -> NDArray[np.float32]:
     """Return mean embeddings per class (C, d) float32, NaN for empty classes, computed in float64 and in blocks.
 
+    Each process computes a share of the classes, so every process must call this. A class's rows are summed in their order, so
+    the number of processes changes no bit.
+
     Args:
         embeds_Nd: float embeddings; NaN rows are skipped.
         labels_N: classes in [0, C).
@@ -114,16 +118,37 @@ def class_means(embeds_Nd: Rows, labels_N: NDArray[np.int64], n_classes: int) ->
         >>> class_means(np.array([[1, 0], [0, 1], [1, 1]], np.float32), np.array([0, 0, 2]), 3).tolist()
         [[0.5, 0.5], [nan, nan], [1.0, 1.0]]
     """
-    sums_Cd = torch.zeros(n_classes, embeds_Nd.shape[1], dtype=torch.float64)
-    counts_C = np.zeros(n_classes)
-    for start in range(0, len(labels_N), ROWS):
-        rows_Bd, labels_B = np.asarray(embeds_Nd[start : start + ROWS], np.float64), labels_N[start : start + ROWS]
+    return compute_in_shares(n_classes, lambda classes_c: _means_of(classes_c, embeds_Nd, labels_N))
+
+
+def _means_of(classes_c: NDArray[np.int64], embeds_Nd: Rows, labels_N: NDArray[np.int64]) -> NDArray[np.float32]:
+    """Return the means of some classes (c, d), reading only their rows."""
+    sums_cd = torch.zeros(len(classes_c), embeds_Nd.shape[1], dtype=torch.float64)
+    counts_c = np.zeros(len(classes_c))
+    for rows_B in rows_of_classes(labels_N, classes_c):
+        rows_Bd, places_B = np.asarray(embeds_Nd[rows_B], np.float64), np.searchsorted(classes_c, labels_N[rows_B])
         kept_B = np.isfinite(rows_Bd[:, 0])
         # in the rows' order, as np.add.at, but many times faster
-        sums_Cd.index_add_(0, torch.from_numpy(labels_B[kept_B]), torch.from_numpy(rows_Bd[kept_B]))
-        counts_C += np.bincount(labels_B[kept_B], minlength=n_classes)
+        sums_cd.index_add_(0, torch.from_numpy(places_B[kept_B]), torch.from_numpy(rows_Bd[kept_B]))
+        counts_c += np.bincount(places_B[kept_B], minlength=len(classes_c))
     with np.errstate(invalid="ignore"):
-        return (sums_Cd.numpy() / counts_C[:, None]).astype(np.float32)
+        return (sums_cd.numpy() / counts_c[:, None]).astype(np.float32)
+
+
+def rows_of_classes(labels_N: NDArray[np.int64], classes_c: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
+    """Yield the row numbers of some classes in ascending order, in blocks of at most :data:`ROWS`.
+
+    Args:
+        labels_N: each row's class.
+        classes_c: the classes.
+
+    Example:
+        >>> [rows.tolist() for rows in rows_of_classes(np.array([2, 0, 1, 2]), np.array([1, 2]))]
+        [[0, 2, 3]]
+    """
+    rows_n = np.flatnonzero(np.isin(labels_N, classes_c))
+    for start in range(0, len(rows_n), ROWS):
+        yield rows_n[start : start + ROWS]
 
 
 def samples_of_classes(labels_N: NDArray[np.int64], n_classes: int) -> list[NDArray[np.int64]]:
