@@ -38,6 +38,7 @@ from xcompat.evaluation import (
     cmc,
     evaluate,
     first_hit_ranks,
+    linear_cka,
     mean_average_precision,
     ranking_per_query,
     recall_at_k,
@@ -45,6 +46,7 @@ from xcompat.evaluation import (
 )
 from xcompat.evaluation.scores import ExactRows
 from xcompat.methods import nccl
+from xcompat.models import kmeans
 from xcompat.models.embedder import Embedder, load_embedder
 from xcompat.models.old_knowledge import OldKnowledge
 from xcompat.retrieval import Gallery, originals
@@ -412,6 +414,34 @@ def test_entropies_of_classes_are_computed_on_a_gpu(monkeypatch: pytest.MonkeyPa
     with PretendedGpu() as gpu:
         found = nccl.class_entropies(old)
     assert np.array_equal(found[0], wanted[0]) and gpu.copied == [(50,), (50,)]
+
+
+def test_cka_is_computed_on_a_gpu() -> None:
+    x_ND, y_Ne = random_rows(9000, 16), random_rows(9000, 24)
+    y_Ne[:, :8] += x_ND[:, :8]
+    wanted = linear_cka(x_ND, y_Ne)
+    with PretendedGpu() as gpu:
+        there = torch.from_numpy(x_ND).to(GPU)
+        for found in (linear_cka(x_ND, y_Ne, GPU), linear_cka(there, y_Ne), linear_cka(there, there.clone())):
+            assert found == pytest.approx(1 if found > 0.99 else wanted, abs=1e-12)
+        assert gpu.copied and all(shape in {(16, 16), (24, 24), (24, 16)} for shape in gpu.copied), "only products leave it"
+        for wrong in (there[0], there[:0], there / 0):
+            with pytest.raises(XcompatError):
+                linear_cka(wrong, y_Ne)
+
+
+@pytest.mark.parametrize("case", ["started", "drawn", "a centroid without rows"])
+def test_centroids_found_on_a_gpu_are_those_of_a_cpu(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows_ND = random_rows(300, 8).astype(np.float64) + 3 * np.repeat(random_rows(6, 8), 50, axis=0)
+    start_CD = None if case == "drawn" else rows_ND[::30].copy()
+    if start_CD is not None and case != "started":
+        start_CD[3] = 1e3
+    wanted = kmeans.find_centroids(rows_ND, 10, 5, start_CD)
+    monkeypatch.setattr(kmeans, "device", lambda: GPU)
+    with PretendedGpu() as gpu:
+        found = kmeans.find_centroids(rows_ND, 10, 5, start_CD)
+    np.testing.assert_allclose(found, wanted, atol=1e-9)
+    assert set(gpu.copied) == {(10, 8)}, "only centroids leave it"
 
 
 def test_batches_go_to_a_gpu_without_being_waited_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

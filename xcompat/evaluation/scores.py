@@ -56,11 +56,12 @@ def as_rows(embeds_ND: Embeddings, what: str) -> np.ndarray:
         rows_ND = (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()  # NumPy has no bfloat16
     else:
         rows_ND = np.asarray(embeds_ND)
-    _require_matrix(rows_ND, what)
+    require_matrix(rows_ND, what)
     return rows_ND
 
 
-def _require_matrix(rows_ND: Embeddings, what: str) -> None:
+def require_matrix(rows_ND: Embeddings, what: str) -> None:
+    """Raise if embeddings are not a matrix, or empty."""
     shape = tuple(rows_ND.shape)
     if len(shape) != 2:
         raise XcompatError(f"{what} must be a matrix with an embedding per row, not of shape {shape}; reshape them")
@@ -104,7 +105,7 @@ class ExactRows:
                 return rows_ND, np.concatenate([_norms(rows_ND[rows], what) for rows in blocks(len(rows_ND), _NORM_ROWS)])
             embeds_ND = torch.from_numpy(np.array(rows_ND)).to(self.device)
         assert isinstance(embeds_ND, torch.Tensor)
-        _require_matrix(embeds_ND, what)
+        require_matrix(embeds_ND, what)
         norms_N1 = [_norms_on_gpu(embeds_ND[rows], what) for rows in blocks(len(embeds_ND), _GPU_NORM_ROWS)]
         return embeds_ND.detach(), torch.cat(norms_N1)
 

@@ -16,6 +16,7 @@ from typing_extensions import override
 from xcompat.core.errors import XcompatError
 from xcompat.encoders.base import Encoder
 from xcompat.models.closed_form import ClosedFormModel
+from xcompat.models.kmeans import find_centroids
 from xcompat.models.mapped import MappedConfig
 from xcompat.models.registry import register
 
@@ -196,11 +197,7 @@ class _Search:
 
     def centroids(self, rows_ND: Floats, count: int, start_CD: Floats | None = None) -> Floats:
         """Return the k-means centroids (C, D)."""
-        from sklearn.cluster import KMeans
-
-        start = "k-means++" if start_CD is None else start_CD
-        means = KMeans(count, init=start, n_init=2 if start_CD is None else 1, random_state=int(self.draws.integers(2**31)))
-        return np.asarray(means.fit(rows_ND).cluster_centers_)
+        return find_centroids(rows_ND, count, int(self.draws.integers(2**31)), start_CD)
 
     def refine(self, weight_ST: Floats, source_NS: Floats, target_MT: Floats) -> Floats:
         """Match mapped embeddings with their nearest targets, repeatedly."""

@@ -260,7 +260,7 @@ def _complementarity(old: EvaluatedModel, side_info: EvaluatedModel) -> str:
     which = f"Linear CKA between old embeddings of the gallery and side-information of {side_info.name}"
     kind = "texts" if isinstance(old, EmbeddedTexts) else "images"
     try:
-        alike = linear_cka(old.matrices()[kind], side_info.matrices()[kind])
+        alike = linear_cka(old.matrices()[kind], side_info.matrices()[kind], device())
     except XcompatError as error:  # a collapsed model, which the report shows anyway
         return f"{which} could not be computed: {error}."
     return f"{which}: {alike:.2f} (1: side-information adds nothing linear)."
