@@ -2,23 +2,56 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from PIL import Image
 from schedule import mostly_nightly
-from test_models import TRAINED, batch_for, build
+from test_models import CLASSIFIED, TRAINED, batch_for, build
+from torch._dynamo.testing import CompileCounter
 
-FAST = {"bct", "fct", "query_map"}
-CUT = {"advbct"}  # its discriminator's batch norm takes the readable rows, and their number depends on the batch
+from xcompat.models import CompatModel
+
+FAST = {"bct", "fct", "query_map", "advbct"}
 
 
-@pytest.mark.parametrize("method", mostly_nightly([name for name in TRAINED if name not in CUT], FAST.__contains__))
-def test_a_training_step_is_a_single_graph(method: str, folder_of: dict[str, str], images: list[Image.Image]) -> None:
-    model = build(method, folder_of).train()
-    batch = batch_for(model, images)
+def assert_same_loss(model: CompatModel, batch: dict[str, torch.Tensor]) -> None:
     torch._dynamo.reset()
     losses = []
     for step in (model, torch.compile(model, fullgraph=True, backend="eager")):
         torch.manual_seed(0)
         losses.append(step(**batch).loss)
     torch.testing.assert_close(losses[1], losses[0])
+
+
+@pytest.mark.parametrize("method", mostly_nightly(TRAINED, FAST.__contains__))
+def test_a_training_step_is_a_single_graph(method: str, folder_of: dict[str, str], images: list[Image.Image]) -> None:
+    model = build(method, folder_of).train()
+    assert_same_loss(model, batch_for(model, images))
+
+
+TRIPLETS: list[dict[str, Any]] = [{"head": "triplet"}, {"triplet_weight": 1.0}]
+
+
+@pytest.mark.parametrize("options", TRIPLETS)
+@pytest.mark.parametrize("method", mostly_nightly(CLASSIFIED, "bct".__eq__))
+def test_a_step_with_triplets_is_a_single_graph(
+    method: str, options: dict[str, Any], folder_of: dict[str, str], images: list[Image.Image]
+) -> None:
+    more = {"logit_weight": 0.0} if method == "nccl" else {}
+    model = build(method, folder_of, **options, **more).train()
+    assert_same_loss(model, batch_for(model, images))
+
+
+@pytest.mark.parametrize("method", ["advbct", "fct"])
+def test_progress_compiles_a_step_at_most_twice_more(method: str, folder_of: dict[str, str], images: list[Image.Image]) -> None:
+    model, counter = build(method, folder_of).train(), CompileCounter()
+    batch, step = batch_for(model, images), torch.compile(model, fullgraph=True, backend=counter)
+    torch._dynamo.reset()
+    for number in range(12):
+        model.train()
+        model.progress = number / 12
+        wanted = model(**batch).loss
+        torch.testing.assert_close(step(**batch).loss, wanted)
+    assert counter.frame_count <= 3

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
+from torch import nn
 from torch.nn import functional as F
 from transformers import AutoModel, TrainerControl, TrainerState, TrainingArguments
 
@@ -351,24 +352,32 @@ def test_balls_grow_only(folder_of: dict[str, str]) -> None:
         assert (model.growth_C.grad[:3] * sign <= 0).all() and model.growth_C.grad.abs().max() > 0
 
 
-def adversarial(model: Any, progress: float) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+def adversarial(model: Any, progress: float, unreadable: list[int]) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
     """Return the loss, and its gradients in the features and in the discriminator."""
     model.progress = progress
     features, labels, old = batch()
+    old[unreadable] = torch.nan
     loss = compatibility(model, features, labels, old)
     parameters = list(model.discriminator.parameters())
     gradients = torch.autograd.grad(loss, [features, *parameters])
     return loss.detach(), gradients[0], list(gradients[1:])
 
 
-def test_features_get_the_reversed_gradient_of_the_discriminator(folder_of: dict[str, str]) -> None:
+@pytest.mark.parametrize("unreadable", [[], [1, 6], list(range(5))])
+def test_features_get_the_reversed_gradient_of_the_discriminator(unreadable: list[int], folder_of: dict[str, str]) -> None:
     model = build("advbct", folder_of, boundary_weight=0.0)
+    width = model.discriminator.hidden.out_features
+    norm = nn.BatchNorm1d(width, track_running_stats=False)
+    discriminator = nn.Sequential(nn.Linear(OLD_DIM, width), norm, nn.ReLU(), nn.Linear(width, 2))
+    model.discriminator.norm.weight.data.uniform_(0.5, 2)
+    discriminator.load_state_dict(dict(zip(discriminator.state_dict(), model.discriminator.state_dict().values(), strict=True)))
     features, _, old = batch()
-    both = torch.cat([F.normalize(features[:, :OLD_DIM], dim=-1), old])
-    plain = F.cross_entropy(model.discriminator(both), torch.tensor([0] * 8 + [1] * 8))
-    expected = torch.autograd.grad(plain, [features, *model.discriminator.parameters()])
+    rows = [row for row in range(8) if row not in unreadable]
+    both = torch.cat([F.normalize(features[rows, :OLD_DIM], dim=-1), old[rows]])
+    plain = F.cross_entropy(discriminator(both), torch.tensor([0] * len(rows) + [1] * len(rows)))
+    expected = torch.autograd.grad(plain, [features, *discriminator.parameters()])
     for progress in (0.0, 0.25, 0.9):
-        loss, in_features, in_parameters = adversarial(model, progress)
+        loss, in_features, in_parameters = adversarial(model, progress, unreadable)
         torch.testing.assert_close(loss, (1 - progress) * plain.detach(), atol=1e-6, rtol=1e-5)
         strength = 2 / (1 + np.exp(-10 * progress)) - 1
         torch.testing.assert_close(in_features, -strength * (1 - progress) * expected[0], atol=1e-7, rtol=1e-4)

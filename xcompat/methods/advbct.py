@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 import torch
@@ -21,7 +21,8 @@ from xcompat.models.old_knowledge import OldKnowledge, Rows, class_means, sample
 from xcompat.models.registry import register
 from xcompat.outputs import Batch, CompatOutput
 
-HIDDEN = 100
+HIDDEN, EPSILON = 100, 1e-5  # of the discriminator and its batch norm
+NOT_PREPARED = "advbct is not prepared; call prepare(OldKnowledge(...)) first"
 FEWEST_FOR_OUTLIERS = 4  # fewer distances have no meaningful quartiles
 
 
@@ -57,17 +58,28 @@ class AdvBctModel(ClassifiedModel):
     config_class = AdvBctConfig
     columns = ("pixel_values", "labels", "old_embeds")
     only_for_training = ("discriminator", "growth_C")
-    made_by_prepare = ("centres_Cd", "radii_C")
+    made_by_prepare = ("centres_Cd", "radii_C", "elapsed")
     citation = "Pan et al., Boundary-aware backward-compatible representation via adversarial learning, CVPR 2023"
 
     centres_Cd: Tensor | None
     radii_C: Tensor | None
+    elapsed: Tensor | None
+
+    @property
+    def progress(self) -> float:
+        """The training progress. A tensor holds it, because each new number would compile the step again."""
+        return 0.0 if self.elapsed is None else float(self.elapsed)
+
+    @progress.setter
+    def progress(self, progress: float) -> None:
+        if self.elapsed is None:
+            raise XcompatError(NOT_PREPARED)
+        self.elapsed.fill_(progress)
 
     def build_for_training(self) -> None:
         """Build the discriminator and every ball's learned growth."""
         if self.config.classes and self.config.old is not None:
-            norm = nn.BatchNorm1d(HIDDEN, track_running_stats=False)  # only used in training
-            self.discriminator = nn.Sequential(nn.Linear(self.config.old["dim"], HIDDEN), norm, nn.ReLU(), nn.Linear(HIDDEN, 2))
+            self.discriminator = Discriminator(self.config.old["dim"])
             self.growth_C = nn.Parameter(torch.empty(len(self.config.classes)).uniform_(-1, 1))
 
     @override
@@ -79,20 +91,23 @@ class AdvBctModel(ClassifiedModel):
         if not np.isfinite(radii_C).any():
             raise XcompatError("advbct needs old embeddings of at least two images of some class; check the old model")
         self.centres_Cd, self.radii_C = (torch.from_numpy(array).to(self.device) for array in (centres_Cd, radii_C))
+        self.elapsed = torch.zeros((), device=self.device)
 
     @override
     def loss(self, output: CompatOutput, batch: Batch) -> Tensor:
+        if self.elapsed is None:
+            raise XcompatError(NOT_PREPARED)
         config, features_BD, labels_B = self.config, output["features"], batch["labels"]
         loss = self.classification_loss(features_BD, labels_B)
         with torch.autocast(features_BD.device.type, enabled=False):
             new_Bd = F.normalize(self.old_features(features_BD), dim=-1)
             loss = loss + config.boundary_weight * self._boundary_loss(new_Bd, labels_B)
-            return loss + config.adversarial_weight * (1 - self.progress) * self._adversarial_loss(new_Bd, batch["old_embeds"])
+            adversarial = self._adversarial_loss(new_Bd, batch["old_embeds"])
+            return loss + config.adversarial_weight * (1 - self.elapsed) * adversarial
 
     def _boundary_loss(self, new_Bd: Tensor, labels_B: Tensor) -> Tensor:
         """Return L_p2s; classes without a radius contribute nothing."""
-        if self.centres_Cd is None or self.radii_C is None:
-            raise XcompatError("advbct is not prepared; call prepare(OldKnowledge(...)) first")
+        assert self.centres_Cd is not None and self.radii_C is not None
         threshold = self.radii_C.nanmedian() if self.config.threshold is None else self.config.threshold
         known_B = self.radii_C[labels_B].isfinite()
         radii_B = self.radii_C[labels_B].nan_to_num(nan=0.0)
@@ -102,27 +117,59 @@ class AdvBctModel(ClassifiedModel):
 
     def _adversarial_loss(self, new_Bd: Tensor, old_Bd: Tensor) -> Tensor:
         """Return L_adv over the samples with a readable old embedding."""
+        assert self.elapsed is not None
         readable_B = old_Bd[:, 0].isfinite()
-        # batch norm needs rows: if none is readable, use unreadable ones with weight 0
-        taken_B = readable_B if readable_B.any() else ~readable_B
-        strength = 2 / (1 + math.exp(-10 * self.progress)) - 1
-        both_Ad = torch.cat([_GradientReversal.apply(new_Bd[taken_B], strength), old_Bd[taken_B].nan_to_num(nan=0.0)])
+        strength = 2 * (10 * self.elapsed).sigmoid() - 1
+        # the values of new_Bd, with the gradient times -strength (Ganin and Lempitsky 2015)
+        reversed_Bd = new_Bd.detach() - strength * (new_Bd - new_Bd.detach())
+        both_Ad = torch.cat([reversed_Bd, old_Bd.nan_to_num(nan=0.0)])
         is_old_A = torch.arange(len(both_Ad), device=both_Ad.device) >= len(both_Ad) // 2
-        losses_A = F.cross_entropy(self.discriminator(both_Ad), is_old_A.long(), reduction="none")
-        return mean_of_known(losses_A, readable_B[taken_B].repeat(2))
+        readable_A = readable_B.repeat(2)
+        losses_A = F.cross_entropy(self.discriminator(both_Ad, readable_A), is_old_A.long(), reduction="none")
+        return mean_of_known(losses_A, readable_A)
 
 
-class _GradientReversal(torch.autograd.Function):
-    """Gradient reversal: identity forward, minus ``strength`` times the gradient backward (Ganin and Lempitsky 2015)."""
+class Discriminator(nn.Module):
+    """Classifier of new and old embeddings: Linear-BN-ReLU-Linear.
 
-    @staticmethod
-    def forward(ctx: Any, embeds: Tensor, strength: float) -> Tensor:  # noqa: ANN401 - torch's own
-        ctx.strength = strength
-        return embeds.view_as(embeds)
+    Args:
+        dim: d, the input's dimension.
+    """
 
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # noqa: ANN401
-        return -ctx.strength * gradient, None
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.hidden, self.norm, self.output = nn.Linear(dim, HIDDEN), CountedBatchNorm(HIDDEN), nn.Linear(HIDDEN, 2)
+
+    def forward(self, rows_Ad: Tensor, counted_A: Tensor) -> Tensor:
+        """Return logits (A, 2).
+
+        Args:
+            rows_Ad: embeddings.
+            counted_A: (A,) bool, the rows for the batch norm's statistics.
+        """
+        logits_A2: Tensor = self.output(F.relu(self.norm(self.hidden(rows_Ad), counted_A)))
+        return logits_A2
+
+
+class CountedBatchNorm(nn.Module):
+    """Batch norm with the statistics of some rows of this process, without running statistics, as only training uses it.
+
+    Rows are weighted instead of selected: shapes do not depend on the data, so a training step compiles to a single graph.
+
+    Args:
+        dim: number of features.
+    """
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.ones(dim)), nn.Parameter(torch.zeros(dim))
+
+    def forward(self, rows_AH: Tensor, counted_A: Tensor) -> Tensor:
+        """Normalise all rows by the statistics of the counted ones, or of all if none counts."""
+        share_A = (counted_A | ~counted_A.any()).to(rows_AH.dtype)
+        share_A = share_A / share_A.sum()
+        centred_AH = rows_AH - share_A @ rows_AH
+        return centred_AH * (share_A @ centred_AH.square() + EPSILON).rsqrt() * self.weight + self.bias
 
 
 def class_radii(embeds_Nd: Rows, centres_Cd: NDArray[np.float32], samples: list[NDArray[np.int64]]) -> NDArray[np.float32]:
