@@ -86,7 +86,7 @@ def move(module: nn.Module) -> None:
 
 
 # What these hold in numbers decides which operations follow, and there are no numbers.
-DEPEND_ON_NUMBERS = {"advbct", "lce", "query_map", "rbt"}
+DEPEND_ON_NUMBERS = {"rbt"}
 
 
 def test_a_tensor_that_stayed_behind_is_noticed(fake: FakeTensorMode) -> None:
@@ -405,6 +405,19 @@ def test_rows_on_a_gpu_have_the_bits_of_a_cpu(dtype: type, monkeypatch: pytest.M
         rows[3, 0] = np.nan
         with pytest.raises(XcompatError, match="NaN or infinite numbers in rows"):
             ExactRows(rows, "rows", GPU)
+
+
+def test_a_draw_from_a_bank_is_copied_through_pinned_memory(folder_of: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    model, pinned = build("query_map", folder_of, bank_size=3), list[torch.Size]()
+
+    def pin(tensor: Tensor) -> Tensor:
+        pinned.append(tensor.shape)
+        return tensor
+
+    monkeypatch.setattr(Tensor, "pin_memory", pin)
+    with PretendedGpu():
+        bank_Kd, rows_K = model._bank(GPU)
+        assert bank_Kd.device == rows_K.device == GPU and pinned == [bank_Kd.shape, rows_K.shape] == [(3, 8), (3,)]
 
 
 def test_entropies_of_classes_are_computed_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

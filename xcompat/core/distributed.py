@@ -49,6 +49,11 @@ def device() -> torch.device:
     return process_state().device
 
 
+def pin_for(tensor: torch.Tensor, place: torch.device) -> torch.Tensor:
+    """Return a tensor on the CPU in pinned memory if a GPU is to copy it, because the CPU waits for copies of other memory."""
+    return tensor.pin_memory() if place.type == "cuda" else tensor
+
+
 def copy_to_gpus(index: faiss.Index) -> faiss.Index:
     """Copy a faiss index to all GPUs.
 

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from PIL.Image import Image
 from torch import Tensor
 
+from xcompat.core.distributed import pin_for
 from xcompat.core.lazy import datasets
 from xcompat.core.progress import Waiting, notice
 from xcompat.core.threads import cores, keep_freed_memory, map_in_threads, share_of_cores
@@ -319,7 +320,7 @@ def cache_name(kind: str, embedder: FrozenModel, data_digest: str) -> str:
 
 def _pin_batch(batch: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
     """Pin a batch for a GPU, so that copies run asynchronously."""
-    return {name: tensor.pin_memory() for name, tensor in batch.items()} if device.type == "cuda" else batch
+    return {name: pin_for(tensor, device) for name, tensor in batch.items()}
 
 
 def _cut_by_shard(batches: Batches, shards: Sequence[slice]) -> Iterator[Batches]:

@@ -57,13 +57,14 @@ class LceModel(LearnedMapModel):
     citation = "Meng et al., Learning compatible embeddings, ICCV 2021"
 
     source_centres_KS: Tensor
+    target_centres_KT: Tensor
     target_centres_CT: Tensor | None
     boundary_C: Tensor
 
     def __init__(self, config: LceConfig, encoder: Encoder | None = None) -> None:
         super().__init__(config, encoder)
         self.transform = Projection(self.source_dim, self.target_dim)
-        for name in ("source_centres_KS", "target_centres_CT", "boundary_C"):
+        for name in ("source_centres_KS", "target_centres_KT", "target_centres_CT", "boundary_C"):
             self.register_buffer(name, None, persistent=False)
         self.post_init()
 
@@ -77,7 +78,8 @@ class LceModel(LearnedMapModel):
             for side in (source_NS, target_NT)
         )
         known_C = source_CS[:, 0].isfinite() & target_CT[:, 0].isfinite()
-        self.source_centres_KS = source_CS[known_C].to(self.device)
+        # selected here, because a GPU would wait for a selection in every step
+        self.source_centres_KS, self.target_centres_KT = (side[known_C].to(self.device) for side in (source_CS, target_CT))
         self.target_centres_CT = target_CT.masked_fill(~known_C[:, None], torch.nan).to(self.device)
         self.boundary_C = torch.from_numpy(_boundaries(target_NT, old.labels_N, target_CT.numpy())).to(self.device)
 
@@ -96,18 +98,19 @@ class LceModel(LearnedMapModel):
             raise XcompatError("LceModel is not prepared; call prepare(OldKnowledge(...), new_embeddings) first")
         mapped_BT, labels_B = output["image_embeds"], batch["labels"]
         known_C = self.target_centres_CT[:, 0].isfinite()
-        aligned = self._alignment_loss(self.target_centres_CT[known_C])
+        aligned = self._alignment_loss()
         cosine_B = (mapped_BT * self.target_centres_CT[labels_B].nan_to_num()).sum(dim=-1)
         outside = mean_of_known(F.relu(self.boundary_C[labels_B] - cosine_B), known_C[labels_B])
         return self.config.alignment_weight * aligned + self.config.boundary_weight * outside
 
-    def _alignment_loss(self, targets_KT: Tensor) -> Tensor:
+    def _alignment_loss(self) -> Tensor:
         """Return mean_j(1 − cos(T(s_j), c_j)), computed in blocks of centres."""
 
         def block(sources_BS: Tensor, targets_BT: Tensor) -> Tensor:
             return (1 - F.cosine_similarity(self.map(sources_BS), targets_BT, dim=-1)).sum()
 
-        return torch.stack(in_blocks(block, CENTRES_AT_ONCE, self.source_centres_KS, targets_KT)).sum() / len(targets_KT)
+        parts = in_blocks(block, CENTRES_AT_ONCE, self.source_centres_KS, self.target_centres_KT)
+        return torch.stack(parts).sum() / len(self.target_centres_KT)
 
 
 def _boundaries(embeds_Nd: Rows, labels_N: NDArray[np.int64], centres_Cd: NDArray[np.float32]) -> NDArray[np.float32]:

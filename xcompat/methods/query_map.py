@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from typing_extensions import override
 
+from xcompat.core.distributed import pin_for
 from xcompat.core.errors import XcompatError
 from xcompat.encoders.base import Encoder
 from xcompat.encoders.penultimate import Penultimate
@@ -76,6 +77,7 @@ class QueryMapModel(CompatModel):
     embeds_in_memory = True
     citation = "This project's own; supervised contrast is Khosla et al., Supervised contrastive learning, NeurIPS 2020"
     bank_Nd: Rows | None
+    bank_Kd: Tensor | None
     bank_labels_N: Tensor | None
     prototypes_Cd: Tensor | None
     start_Dd: Tensor | None
@@ -95,8 +97,8 @@ class QueryMapModel(CompatModel):
         if self.linear is not None and self.network is not None:
             for parameter in self.network[-1].parameters():
                 nn.init.zeros_(parameter)
-        self.bank_Nd = None  # rows are read per batch, so the bank need not fit in memory
-        for name in ("bank_labels_N", "prototypes_Cd", "start_Dd", "start_d"):
+        self.bank_Nd = None  # a bank above bank_size, whose rows are read per batch, so it need not fit in memory
+        for name in ("bank_Kd", "bank_labels_N", "prototypes_Cd", "start_Dd", "start_d"):
             self.register_buffer(name, None, persistent=False)  # prepare() computes them from the caches
         self.post_init()
         self.set_trainable()
@@ -150,7 +152,10 @@ class QueryMapModel(CompatModel):
         self.start_Dd, self.start_d = (part.float().to(self.device) for part in solve_procrustes(moments, centre=True))
         if self.linear is not None:
             self.linear.load_state_dict({"weight": self.start_Dd.T, "bias": self.start_d})
-        self.bank_Nd = old_Nd if len(old_Nd) > self.config.bank_size else old_Nd[:]  # read once, as batches use all rows
+        if len(old_Nd) > self.config.bank_size:
+            self.bank_Nd = old_Nd
+        else:
+            self.bank_Kd = torch.from_numpy(np.array(old_Nd[:])).to(self.device)
         if len(old.labels_N):
             self.bank_labels_N = torch.from_numpy(old.labels_N).to(self.device)
             if self.config.loss == "prototypes":
@@ -218,14 +223,20 @@ class QueryMapModel(CompatModel):
             if labels is None:
                 raise XcompatError(NO_CLASSES)
             return cross_entropy_to(self._prepare(self.prototypes_Cd), mapped_Bd, labels, config.scale)
-        if self.bank_Nd is None:
-            raise XcompatError(NOT_PREPARED)
-        total = len(self.bank_Nd)
-        drawn_K = torch.randperm(total)[: config.bank_size] if total > config.bank_size else torch.arange(total)
-        bank_Kd = torch.from_numpy(np.array(self.bank_Nd[drawn_K.numpy()])).to(mapped_Bd.device)
-        rows_K = drawn_K.to(mapped_Bd.device)
+        bank_Kd, rows_K = self._bank(mapped_Bd.device)
         bank_labels_K = self.bank_labels_N[rows_K] if self.bank_labels_N is not None else None
         return bank_contrast_loss(mapped_Bd, old_Bd, bank_Kd, config.scale, labels, bank_labels_K, index, rows_K)
+
+    def _bank(self, place: torch.device) -> tuple[Tensor, Tensor]:
+        """Return the whole bank, or a draw from it, and the row numbers."""
+        if self.bank_Kd is not None:
+            return self.bank_Kd, torch.arange(len(self.bank_Kd), device=place)
+        if self.bank_Nd is None:
+            raise XcompatError(NOT_PREPARED)
+        drawn_K = torch.randperm(len(self.bank_Nd))[: self.config.bank_size]
+        bank_Kd = torch.from_numpy(np.array(self.bank_Nd[drawn_K.numpy()]))
+        bank_Kd, rows_K = (pin_for(side, place).to(place, non_blocking=True) for side in (bank_Kd, drawn_K))
+        return bank_Kd, rows_K
 
     def _prepare(self, buffer: Tensor | None) -> Tensor:
         if buffer is None:

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from xcompat.core.distributed import gather_with_grad, rank, world_size
+from xcompat.core.distributed import gather_with_grad, pin_for, rank, world_size
 from xcompat.data import PairCollator, PairDataset, iterate_images
 from xcompat.embeddings.embed import decoding_options, images_per_batch
 from xcompat.encoders.processor import Processor
@@ -61,11 +61,11 @@ def embed_training_set(model: CompatModel, dataset: PairDataset, processor: Proc
     reading: dict[str, Any] = {
         "rows": mine.tolist(),
         "bad": dataset.bad,
-        "prepare": processor.images,
+        "prepare": lambda images: pin_for(processor.images(images), model.device),
         **decoding_options(model.device),
     }
     for kept, pixels in iterate_images(dataset.dataset, images_per_batch(processor, model.device), **reading):
         places = torch.from_numpy((kept - mine[0]) % total).to(model.device)
-        embeds_ED[places] = model(pixel_values=pixels.to(model.device), return_loss=False).image_embeds.float()
+        embeds_ED[places] = model(pixel_values=pixels.to(model.device, non_blocking=True), return_loss=False).image_embeds.float()
     model.train(was_training)
     return gather_with_grad(embeds_ED)[:total].numpy(force=True)
