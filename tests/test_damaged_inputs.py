@@ -1,8 +1,16 @@
-"""Smallest damage that once was a traceback or a wrong answer: it is one line that names the file."""
+"""Damaged and oversized inputs: one line that names the file, in little memory; damaged Arrow files are written again."""
 
 from __future__ import annotations
 
+import gzip
+import io
 import json
+import os
+import shutil
+import tarfile
+import tracemalloc
+import zlib
+from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
@@ -15,9 +23,7 @@ import torch
 
 from xcompat import Fingerprint, XcompatError
 from xcompat.core.arrays import map_array, read_lines
-from xcompat.core.files import read_json, write_json
-from xcompat.data import load_pairs
-from xcompat.data.classes import load_classes
+from xcompat.data import PairSource, cache, load_classes, load_pairs, load_texts, shards, text_files
 from xcompat.data.schema import captions_of
 from xcompat.encoders import load_encoder
 from xcompat.encoders.standins import save_stand_in
@@ -46,11 +52,14 @@ def test_arrays_with_damaged_headers(header: bytes, tmp_path: Path) -> None:
     one_line(refused, path)
 
 
-def test_lines_that_are_no_text(tmp_path: Path) -> None:
-    path = tmp_path / "ids.txt"
-    path.write_bytes(b"first\n\xff\xfe\n")
-    with pytest.raises(XcompatError, match="not UTF-8 text; .* at byte 6") as refused:
-        read_lines(path)
+@pytest.mark.parametrize(
+    ("read", "content", "place"), [(read_lines, b"first\n\xff\xfe\n", 6), (load_classes, "cat\ndog\n".encode("utf-16"), 0)]
+)
+def test_lines_that_are_no_text(read: Callable[[Path], object], content: bytes, place: int, tmp_path: Path) -> None:
+    path = tmp_path / "lines.txt"
+    path.write_bytes(content)
+    with pytest.raises(XcompatError, match=f"not UTF-8 text; .* at byte {place}") as refused:
+        read(path)
     one_line(refused, path)
 
 
@@ -66,30 +75,12 @@ def test_lines_end_at_line_breaks_alone(end: str, tmp_path: Path) -> None:
     assert read_lines(path) == read_ids(path) == []
 
 
-def test_class_names_that_are_no_text(tmp_path: Path) -> None:
-    path = tmp_path / "classes.txt"
-    path.write_text("cat\ndog\n", encoding="utf-16")
-    with pytest.raises(XcompatError, match="not UTF-8 text; .* at byte 0") as refused:
-        load_classes(path)
-    one_line(refused, path)
-
-
 def test_a_table_of_classes_without_rows(tmp_path: Path) -> None:
     path = tmp_path / "classes.csv"
     path.write_text("index,alphabet,charac")
     with pytest.raises(XcompatError, match="contains no class names") as refused:
         load_classes(path)
     one_line(refused, path)
-
-
-def test_a_tower_of_more_layers_than_any_has(tmp_path: Path) -> None:
-    folder = Path(save_stand_in(tmp_path / "model", "open_clip", 8))
-    config = read_json(folder / "open_clip_config.json")
-    config["model_cfg"]["text_cfg"]["layers"] = 2**63
-    write_json(folder / "open_clip_config.json", config)
-    with pytest.raises(XcompatError, match="text_cfg.layers is 9,223,372,036,854,775,808") as refused:
-        load_encoder(str(folder))
-    one_line(refused, "open_clip_config.json")
 
 
 def test_a_saved_data_set_whose_texts_are_none(tmp_path: Path) -> None:
@@ -138,16 +129,21 @@ def test_an_index_of_ids_around_one_of_other_dimensions(tmp_path: Path) -> None:
     ("file", "text"),
     [
         ("config.json", '{"model_type": "clip", "text_config": {"hidden_size": "four"}}'),
+        ("config.json", "{"),
         ("config.json", "[]"),
         ("tokenizer.json", "{}"),
         ("tokenizer_config.json", '{"tokenizer_class": 4}'),
         ("tokenizer_config.json", '{"pad_token": null}'),
         ("preprocessor_config.json", "\ud800"),
+        ("model.safetensors", ""),
+        ("model.safetensors", "not safetensors at all"),
+        ("model.safetensors", None),
     ],
 )
-def test_files_of_a_model(file: str, text: str, tmp_path: Path) -> None:
+def test_files_of_a_model(file: str, text: str | None, tmp_path: Path) -> None:
     folder = save_stand_in(tmp_path / "model", "clip", 8)
-    (tmp_path / "model" / file).write_bytes(text.encode("utf-8", "surrogatepass"))
+    path = tmp_path / "model" / file
+    path.write_bytes(path.read_bytes()[:-100] if text is None else text.encode("utf-8", "surrogatepass"))
     with pytest.raises(XcompatError) as refused:
         load_encoder(folder)
     one_line(refused, folder)
@@ -188,3 +184,219 @@ def test_an_upgrade_whose_journal_is_damaged_begins_anew(damage: tuple[str, str]
     assert again.upgrade(model) == 8 and len(again) == 8 and again.damage() == []
     hits = again.search(np.ones((1, 6)), model, top_k=9)[0]
     assert sorted(hit.id for hit in hits) == [f"item {row}" for row in range(8)]
+
+
+DEEP, LONG = "[" * 100_000 + "]" * 100_000, "1" * 5000  # deeper than any limit that a library may set
+MEMORY = 100_000_000
+"""Bytes that may be held while something is refused."""
+
+
+def refused(load: Callable[[], object], message: str) -> None:
+    """Ask for one line that says what is wrong, in little memory."""
+    tracemalloc.start()
+    try:
+        with pytest.raises(XcompatError, match=message) as caught:
+            load()
+        assert tracemalloc.get_traced_memory()[1] < MEMORY
+    finally:
+        tracemalloc.stop()
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 1000
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (bytes(2**20), "has a line of more than 16,777,216 characters"),
+        (b"photos/0001.png,a\n" * 2**16, "bytes or more, too many for a table; split it into several"),
+    ],
+    ids=["one line", "many lines"],
+)
+@pytest.mark.parametrize("name", ["captions.csv.gz", "captions.tsv.gz", "captions.jsonl.gz"])
+def test_a_table_that_unpacks_to_gigabytes(name: str, row: bytes, message: str, tmp_path: Path) -> None:
+    packer = zlib.compressobj(6, zlib.DEFLATED, 31)
+    whole = b"".join(packer.compress(row) for _ in range(80)) + packer.flush()
+    (tmp_path / name).write_bytes(whole)
+    assert len(whole) < 300_000
+    refused(lambda: load_pairs(str(tmp_path)), message)
+
+
+def test_no_more_of_a_table_is_unpacked_than_shows_what_it_is(tmp_path: Path) -> None:
+    """Several gigabytes, of which 65 MiB are looked at, or 72 where Python reads farther ahead in the file (3.12 and newer)."""
+    one = gzip.compress(b"photos/0001.png,a\n" * 2**19, mtime=0)
+    (tmp_path / "captions.csv.gz").write_bytes(one * 600)
+    refused(lambda: load_pairs(str(tmp_path)), "has (68,157,440|75,497,472) bytes or more, too many for a table")
+
+
+def test_a_table_larger_than_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text_files, "LARGEST_TABLE", 1000)
+    (tmp_path / "captions.csv").write_text("image,caption\n" + "a.png,a\n" * 200)
+    (tmp_path / "classes.txt").write_text("name\n" * 300)
+    refused(lambda: load_pairs(str(tmp_path)), "captions.csv has 1,614 bytes or more, too many for a table")
+    refused(lambda: load_classes(tmp_path / "classes.txt"), "classes.txt has 1,500 bytes or more, too many for a table")
+
+
+@pytest.mark.parametrize("name", ["x" * 5000 + ".png", "nul\0.png"])
+def test_names_that_no_file_has(name: str, tmp_path: Path) -> None:
+    (tmp_path / "captions.jsonl").write_text(json.dumps({"image": name, "caption": "a"}))
+    refused(lambda: load_pairs(str(tmp_path)), "lists 1 images, and 1 of them do not exist")
+
+
+@pytest.mark.parametrize("value", [DEEP, LONG], ids=["deep", "long"])
+def test_json_beyond_limits(value: str, tmp_path: Path) -> None:
+    (tmp_path / "captions.jsonl").write_text(f'{{"image": "a.png", "caption": {value}}}\n')
+    refused(lambda: load_pairs(str(tmp_path)), "captions.jsonl line 1 is not valid JSON")
+    (tmp_path / "texts.jsonl").write_text(f'{{"text": "a"}}\n{{"text": {value}}}\n')
+    refused(lambda: load_texts(str(tmp_path / "texts.jsonl")), "texts.jsonl line 2 is not valid JSON")
+    write_shard(tmp_path / "a.tar", {"0.png": b"x", "0.json": f'{{"title": {value}}}'.encode()})
+    source = PairSource(path=str(tmp_path / "a.tar"), caption_column="json.title")
+    refused(lambda: load_pairs(source), "1 of 1 samples cannot be used.*json is not valid JSON")
+
+
+def test_lists_where_images_are_named(tmp_path: Path) -> None:
+    (tmp_path / "captions.jsonl").write_text('{"image": ["a.png"], "caption": "a"}\n')
+    refused(lambda: load_pairs(str(tmp_path)), "is not an image path")
+
+
+@pytest.mark.parametrize("name", ["texts.txt", "texts.txt.gz", "texts.jsonl.gz"])
+def test_a_text_without_end(name: str, tmp_path: Path) -> None:
+    opener = gzip.open if name.endswith("gz") else open
+    with opener(tmp_path / name, "wb") as file:
+        file.write(b"good\n" if "txt" in name else b'{"text": "good"}\n')
+        for _ in range(40):
+            file.write(b"x" * 2**20)
+    refused(lambda: load_texts(str(tmp_path / name)), f"{name} line 2 has a line of more than 16,777,216 characters")
+
+
+def test_damage_inside_gzip(tmp_path: Path) -> None:
+    data = bytearray(gzip.compress(b"".join(b"line %d\n" % n for n in range(1000)), mtime=0))
+    data[30:60] = bytes(30)
+    for name in ("texts.txt.gz", "captions.csv.gz"):
+        (tmp_path / name).write_bytes(bytes(data))
+    refused(lambda: load_texts(str(tmp_path / "texts.txt.gz")), "texts.txt.gz cannot be read after line")
+    refused(lambda: load_pairs(str(tmp_path / "captions.csv.gz")), "captions.csv.gz cannot be read")
+
+
+def write_shard(path: Path, files: dict[str, bytes]) -> None:
+    with tarfile.open(path, "w") as tar:
+        for name, data in files.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            tar.addfile(info, io.BytesIO(data))
+
+
+def claiming(kind: bytes, claimed: int, **pax: str) -> bytes:
+    """Return a shard of one header that claims a size."""
+    info = tarfile.TarInfo("0.png")
+    info.type, info.size, info.pax_headers = kind, claimed, pax
+    return info.tobuf(tarfile.PAX_FORMAT if pax else tarfile.GNU_FORMAT) + bytes(10_240)
+
+
+TOO_LARGE = "0.png declares 4,398,046,511,104 bytes, above the limit of 536,870,912 per sample"
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (claiming(tarfile.REGTYPE, 2**42), TOO_LARGE),
+        (claiming(tarfile.REGTYPE, 1, size=str(2**42)), TOO_LARGE),
+        (claiming(tarfile.GNUTYPE_LONGNAME, 2**42), "a header declares 4,398,046,511,104 bytes"),
+        (claiming(tarfile.XHDTYPE, 2**42), "a header declares 4,398,046,511,104 bytes"),
+    ],
+    ids=["file", "extended", "long name", "header"],
+)
+def test_a_member_that_claims_terabytes(data: bytes, message: str, tmp_path: Path) -> None:
+    for name, content in {"a.tar": data, "b.tar.gz": gzip.compress(data)}.items():
+        (tmp_path / name).write_bytes(content)
+        refused(lambda file=tmp_path / name: load_pairs(str(file)), message)
+
+
+def test_a_sample_of_many_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shards, "LARGEST_SAMPLE", 1000)
+    write_shard(tmp_path / "whole.tar", {f"{n}.{kind}": bytes(500) for n in range(5) for kind in ("png", "a")})
+    assert len(list(shards.read_shard(tmp_path / "whole.tar"))) == 5
+    write_shard(tmp_path / "a.tar", {f"0.{n}": bytes(400) for n in range(5)})
+    refused(lambda: load_pairs(str(tmp_path / "a.tar")), "0.2 declares 400 bytes, above the limit of 1,000 per sample")
+
+
+def test_zeros_without_end_behind_a_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shards, "MOST_PADDING", 2)
+    write_shard(tmp_path / "a.tar", {"0.png": b"x", "0.txt": b"a"})
+    data = (tmp_path / "a.tar").read_bytes()
+    (tmp_path / "b.tar.gz").write_bytes(gzip.compress(data + bytes(3 * 2**20)))
+    refused(lambda: load_pairs(str(tmp_path / "b.tar.gz")), "members follow a broken header")
+    (tmp_path / "c.tar.gz").write_bytes(gzip.compress(data + bytes(2**20)))
+    assert len(load_pairs(str(tmp_path / "c.tar.gz"))) == 1
+
+
+LINES = [f"line {n}" for n in range(300)]
+
+
+@pytest.fixture
+def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, str]:
+    """Return the Arrow file of a corpus, and the corpus."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    source = tmp_path / "texts.txt"
+    source.write_text("\n".join(LINES))
+    load_texts(str(source))
+    (file,) = (tmp_path / "cache").rglob("*.arrow")
+    return file, str(source)
+
+
+def change(file: Path, content: bytes) -> None:
+    file.write_bytes(content)
+    os.utime(file, ns=(1, 1))  # another time, however coarse the clock
+
+
+@pytest.mark.parametrize("damage", ["flipped", "cut", "emptied", "other"])
+def test_a_damaged_file_is_written_again(damage: str, made: tuple[Path, str], capsys: pytest.CaptureFixture[str]) -> None:
+    file, source = made
+    whole = file.read_bytes()
+    place = whole.index(b"line 7") + 5
+    flipped = whole[:place] + b"8" + whole[place + 1 :]
+    change(file, {"flipped": flipped, "cut": whole[:-100], "emptied": b"", "other": bytes(len(whole))}[damage])
+    capsys.readouterr()
+    assert load_texts(source)["text"][:] == LINES
+    assert "; rebuilding it" in capsys.readouterr().out
+    assert file.read_bytes() == whole and load_texts(source)["text"][:] == LINES
+
+
+@pytest.mark.parametrize("content", [None, "{", "[]", {"arrow_file": 3}, {"arrow_file": {"size": 3}}, "changed"])
+def test_a_damaged_record_is_written_again(content: object, made: tuple[Path, str], capsys: pytest.CaptureFixture[str]) -> None:
+    record = made[0].with_suffix(".json")
+    whole = json.loads(record.read_text())
+    if content is None:
+        record.unlink()
+    elif content == "changed":
+        record.write_text(json.dumps(whole | {"kept": 299}))
+    else:
+        record.write_text(content if isinstance(content, str) else json.dumps(content))
+    assert load_texts(made[1])["text"][:] == LINES
+    assert "rebuilding both" in capsys.readouterr().out
+    assert json.loads(record.read_text())["kept"] == whole["kept"] == 300
+
+
+def test_a_file_is_read_as_a_whole_only_when_its_stamp_is_another(
+    made: tuple[Path, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, source = made
+    shutil.copy(file, file.with_name("copy"))
+    os.utime(file.with_name("copy"), ns=(5, 5))
+    compared, difference = [], cache.difference
+    monkeypatch.setattr(cache, "difference", lambda path, was: compared.append(path.name) or difference(path, was))
+    load_texts(source)
+    assert not compared
+    file.with_name("copy").replace(file)
+    load_texts(source)
+    load_texts(source)
+    assert compared == [file.name], "a copy is compared once"
+
+
+def test_files_of_before_there_were_checksums(made: tuple[Path, str]) -> None:
+    file, source = made
+    record = file.with_suffix(".json")
+    record.write_text(json.dumps({key: value for key, value in json.loads(record.read_text()).items() if key != "arrow_file"}))
+    assert load_texts(source)["text"][:] == LINES
+    change(file, b"no arrow")
+    with pytest.raises(XcompatError, match="cannot be read .*; delete the file to rebuild it") as caught:
+        load_texts(source)
+    assert "\n" not in str(caught.value)
