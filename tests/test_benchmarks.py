@@ -11,16 +11,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 import warm
-from datasets import Dataset
-from datasets import Image as ImageFeature
-from PIL import Image
+import yaml
 
 from xcompat import Fingerprint
 from xcompat.core import progress
-from xcompat.encoders import load_encoder
-from xcompat.encoders.standins import save_stand_in
+from xcompat.core.errors import XcompatError
+from xcompat.training.compare import compare_recipe
+from xcompat.training.evaluate_command import evaluate_embeddings
+from xcompat.training.recipe import Recipe, parse_recipe
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = ROOT / "benchmarks" / "speed"
@@ -66,15 +65,6 @@ def test_sides_take_turns(benchmark: Any) -> None:
     assert set(took) == {"ours", "theirs"}
 
 
-def test_curves_compare_each_size_with_a_tenth_and_are_drawn(benchmark: Any, tmp_path: Path) -> None:
-    scaling = benchmark("scaling")
-    curve = scaling.Curve("gallery", "embeddings", {10: 0.1, 100: 0.5}, {10: " a query; one", 100: " a query; two"})
-    assert [(row.ratio, row.detail) for row in curve.rows()] == [(None, "0.1 s a query; one"), (5.0, "0.5 s a query; two")]
-    scaling.draw([curve, curve], tmp_path / "curves.png")
-    with Image.open(tmp_path / "curves.png") as drawn:
-        assert drawn.size == (960, 384)
-
-
 def test_peak_memory_counts_what_is_given_back(benchmark: Any) -> None:
     code = (
         "from measuring import peak_memory\n"
@@ -94,52 +84,6 @@ def test_both_sides_agree(name: str, benchmark: Any, tmp_path: Path, monkeypatch
     rows = benchmark(name).measure(**TOYS[name])
     assert rows and all(row.what and row.against and len(row.cells()) == 5 for row in rows)
     assert all(row.ratio is None or row.ratio > 0 for row in rows)
-
-
-def test_vectors_are_planted_where_they_are_said_to_be(benchmark: Any) -> None:
-    own, others = np.zeros((40, 2)), {"a": np.ones((40, 2)), "b": np.full((40, 2), 2.0)}
-    vectors, parts = benchmark("doctor").planted(own, others, 0.25, seed=0)
-    assert [len(part) for part in parts.values()] == [5, 5] and (vectors == 0).all(axis=1).sum() == 30
-    assert (vectors[parts["a"]] == 1).all() and (vectors[parts["b"]] == 2).all() and not own.any()
-
-
-def test_the_study_of_texts_at_toy_size(
-    benchmark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    texts, maps, tasks = benchmark("texts"), benchmark("texts_maps"), benchmark("texts_tasks")
-    centres = np.random.default_rng(0).normal(size=(60, 16))
-    turn = np.linalg.qr(np.random.default_rng(1).normal(size=(24, 16)))[0].T
-
-    def old(given: list[str]) -> Any:  # a text is the number of its group and a seed
-        rows = [centres[int(text.split()[0])] + np.random.default_rng(int(text.split()[1])).normal(size=16) for text in given]
-        return (np.stack(rows) / np.linalg.norm(rows, axis=1, keepdims=True)).astype(np.float32)
-
-    monkeypatch.setattr(texts, "words", lambda _: old)
-    monkeypatch.setattr(maps, "STEPS", 2)
-    searched = {f"{group}/{place}": f"{group} {10 * group + place}" for group in range(20) for place in (1, 2)}
-    asked = {str(group): f"{group} {10 * group}" for group in range(20)}
-    learn = [[f"{group} {10 * group + place}" for place in range(3)] for group in range(20, 60)]
-    task = tasks.Task("Captions", searched, asked, {str(g): {f"{g}/1": 1.0, f"{g}/2": 1.0} for g in range(20)}, learn, apart=True)
-    contest, new = texts.Contest(task), texts.Kept("new", lambda: lambda given: old(given) @ turn.astype(np.float32))
-    cells = {row.split("|")[1].strip(): row.split("|")[2:] for row in texts.all_maps(contest, new, trained=True)}
-    assert len(cells) == 2 + 1 + 1 + len(maps.LINES) + len(maps.TRAINED) + 1 + 1
-    floor, rotated = cells["old/old"], cells["new/old, Procrustes"]
-    assert rotated[0] == floor[0] == cells["new/new"][0] and rotated[1].strip() == "+0.0 (0.0 to 0.0)", "a rotation is found"
-    assert float(cells["independent/old, first 16 dimensions"][0]) < float(floor[0])
-    monkeypatch.setattr(texts, "COUNTS", (60, 120))
-    monkeypatch.setattr(texts, "STORED", (30,))
-    tables = {
-        "count": lambda: texts.by_count(contest, new),
-        "domain": lambda: texts.by_domain([contest], new, [task]),
-        "stored": lambda: texts.without_old_model(contest, new),
-    }
-    for name, table in tables.items():
-        texts.kept(name, table)
-        printed = capsys.readouterr().out
-        assert printed.count("\n|") >= 5
-        texts.kept(name, lambda: pytest.fail("it is kept"))
-        assert capsys.readouterr().out == printed
 
 
 def test_lines_study_finds_a_planted_rotation(
@@ -164,30 +108,6 @@ def test_lines_study_finds_a_planted_rotation(
     assert "2 seeds" in printed and "torch" in printed
 
 
-def test_lines_study_ranks_texts_by_their_judgements(
-    benchmark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    lines, draw = benchmark("lines"), np.random.default_rng(0)
-    folder = tmp_path / "data/text/embeddings"
-    documents = draw.normal(size=(90, 8)).astype(np.float16)
-    documents[7] = 0  # an empty document
-    for name, rows in {"toy_docs": documents, "toy_queries": documents[20:40]}.items():
-        for model, noise in (("old", 0.0), ("new", 2.0)):
-            (folder / model).mkdir(parents=True, exist_ok=True)
-            np.save(folder / model / f"{name}.npy", rows + noise * draw.normal(size=rows.shape) * (rows != 0))
-        first = 0 if name == "toy_docs" else 20
-        (folder / f"{name}_ids.txt").write_text("\n".join(str(first + row) for row in range(len(rows))))
-    task = benchmark("texts_tasks").Task("Toy", {}, {}, {str(row): {str(row): 1.0} for row in range(20, 40)}, [], apart=False)
-    monkeypatch.setattr(lines, "SHARED", tmp_path)
-    monkeypatch.setattr(lines.texts_tasks, "scifact", lambda: task)
-    monkeypatch.setattr(lines.texts_tasks, "cranfield", lambda: task)
-    monkeypatch.setattr(lines, "TEXT_UPGRADES", (("old", "new"),))
-    monkeypatch.setattr(lines, "FEW_TEXTS", 50)
-    lines.run_texts(seeds=1)
-    printed = capsys.readouterr().out
-    assert printed.count("| old/old | 100.0 | 100.0 | +0.0 |") == 2 and "50 documents to learn from" in printed
-
-
 def test_mutual_information_is_a_block_of_the_joint_precision(benchmark: Any) -> None:
     from xcompat.mapping import PairedEmbeddings
     from xcompat.models import describe_old
@@ -203,69 +123,6 @@ def test_mutual_information_is_a_block_of_the_joint_precision(benchmark: Any) ->
     np.testing.assert_allclose(model.weight.numpy(), -np.linalg.inv(joint_MM)[:6, 6:], rtol=1e-4, atol=1e-6)
 
 
-def test_transformers_of_the_study_of_texts_are_made_once(benchmark: Any, tmp_path: Path) -> None:
-    texts, models = benchmark("texts"), benchmark("texts_models")
-    groups = [["a red apple", "an apple that is red"], ["a blue sky", "the sky is blue"], ["green tea", "tea that is green"]]
-    given = [text for group in groups for text in group]
-    made = {}
-    for name, peaks in (("mean", False), ("peaks", True)):
-        model = models.Transformer(tmp_path / name, peaks)
-        made[name] = model.learn(given, texts.pairs_of([groups]), steps=(2, 1), batch=2)(given)
-        again = models.Transformer(tmp_path / name, peaks).learn([], None, steps=(2, 1), batch=2)
-        np.testing.assert_array_equal(again(given), made[name])
-        np.testing.assert_allclose(np.linalg.norm(made[name], axis=1), 1, atol=1e-5)
-    assert [made[name].shape for name in made] == [(6, 256), (6, 512)]
-    assert texts.halves(["One sentence of words. Another one of words. Short.", "Alone it stands here."]) == [
-        ["One sentence of words", "Another one of words"]
-    ]
-
-
-def test_towers_stay_frozen_while_their_projections_learn(
-    benchmark: Any, image_folder_of: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    towers = benchmark("towers")
-    image, text = Path(image_folder_of["mobilenet_v1"]), save_stand_in(tmp_path / "text", "sentence-transformers", 12)
-    settings = Path(text, "config_sentence_transformers.json")
-    settings.write_text(settings.read_text(encoding="utf-8").replace("query: ", ""), encoding="utf-8")
-    for name, value in {"IMAGE_MODELS": image.parent, "BATCH": 4, "EMBEDDED": 3, "EPOCHS": 200, "LEARNING_RATE": 0.05}.items():
-        monkeypatch.setattr(towers, name, value)
-    monkeypatch.setattr(towers, "prepare_model", lambda *_: text)
-    captions = [["a red running shoe"], ["two dogs"], ["a shoe"], ["greek small letter alpha"]]
-    rng = np.random.default_rng(0)
-    images = [Image.fromarray(rng.integers(0, 255, (20, 20, 3), dtype=np.uint8)) for _ in captions]
-    columns = {"image": images, "caption": captions, "id": list("abcd")}
-    Dataset.from_dict(columns).cast_column("image", ImageFeature()).save_to_disk(tmp_path / "pairs")
-    towers.write_towers(tmp_path / "joined", towers.Towers(image.name, towers.OLD, 32, 8, 0), tmp_path / "pairs")
-    encoder, processor = load_encoder(str(tmp_path / "joined"))
-    assert not processor.image_processor.do_center_crop
-    whole = load_encoder(str(image))[0].model.state_dict()
-    assert all(torch.equal(value, whole[key]) for key, value in encoder.model.vision_model.state_dict().items())
-    photos_ND = encoder.embed_images(processor.images(images))
-    names_ND = encoder.embed_texts(**processor.texts([names[0] for names in captions]))
-    assert (photos_ND @ names_ND.T).argmax(dim=1).tolist() == [0, 1, 2, 3], "each photo finds its name"
-
-
-def test_memory_is_measured_in_a_fresh_process(benchmark: Any) -> None:
-    absolute, relative = benchmark("ranking_memory").measure(items=200, classes=5, dim=8)
-    assert 0 < absolute.ratio < 1
-    assert relative.ratio > 0
-
-
-def test_a_missing_peer_is_named(benchmark: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (
-        "pytorch_metric_learning.utils.accuracy_calculator",
-        "clip_benchmark.metrics",
-        "torchmetrics.functional.retrieval",
-    ):
-        monkeypatch.setitem(sys.modules, module, None)
-    rows = [row for name in ("ranking", "recall") for row in benchmark(name).measure(**TOYS[name])]
-    assert [row.detail for row in rows if row.ratio is None] == [
-        "not run: pip install pytorch-metric-learning",
-        "not run: pip install --no-deps clip_benchmark",
-        "not run: pip install torchmetrics",
-    ]
-
-
 def test_a_script_prints_and_keeps_its_rows(tmp_path: Path) -> None:
     options = [word for key, value in TOYS["ranking"].items() for word in (f"--{key}", str(value))]
     done = warm.run(SCRIPTS / "ranking.py", *options, folder=tmp_path)
@@ -273,37 +130,6 @@ def test_a_script_prints_and_keeps_its_rows(tmp_path: Path) -> None:
     kept = json.loads((tmp_path / "runs/bench/ranking.json").read_text())
     assert [row["bound"] for row in kept] == [">= 15", ">= 4", "<= 6"]
     assert "argsort" in done.stdout
-
-
-def test_results_are_rewritten_between_the_markers_only(benchmark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run, row = benchmark("run"), benchmark("measuring").Row
-    found = run.scripts()
-    assert SCRIPTS / "ranking.py" in found and SCRIPTS / "measuring.py" not in found and SCRIPTS / "run.py" not in found
-    assert all(path.read_text().endswith('if __name__ == "__main__":\n    main(measure)\n') for path in found)
-    before = run.RESULTS.read_text()
-    assert len(run.SECTION.findall(before)) == 1
-    (tmp_path / "speed.md").write_text(before)
-    rows = {
-        "one.py": [row("ours", "theirs", 20.0, ">= 15", "1 s, 20 s")],
-        "two.py": [row("two.py", "", None, "", "FAILED: exit code 1")],
-    }
-    monkeypatch.setattr(run, "RESULTS", tmp_path / "speed.md")
-    monkeypatch.setattr(run, "scripts", lambda: [Path(name) for name in rows])
-    monkeypatch.setattr(run, "rows_of", lambda script: rows[script.name])
-    with pytest.raises(SystemExit) as ended:
-        run.main()
-    assert ended.value.code == 1, "a script that failed is no success"
-    after = (tmp_path / "speed.md").read_text()
-    assert run.SECTION.sub("", after) == run.SECTION.sub("", before)
-    assert "| ours | theirs | 20 | >= 15 holds | 1 s, 20 s |" in after and "torch" in after
-    assert "FAILED" in after
-
-
-def test_a_failing_script_is_a_row(benchmark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "broken.py").write_text("raise SystemExit(3)")
-    (row,) = benchmark("run").rows_of(tmp_path / "broken.py")
-    assert row.cells() == ["broken.py", "", "", "", "FAILED: exit code 3"]
 
 
 def test_the_script_for_faiss_on_gpus_runs_at_toy_size(tmp_path: Path) -> None:
@@ -362,15 +188,6 @@ def test_without_a_gpu_the_script_for_gpus_says_so_in_one_line(tmp_path: Path) -
     assert not list(tmp_path.iterdir())
 
 
-def test_lines_of_a_gpu_are_judged(throughput: Any) -> None:
-    peak = throughput.Figure("product", 10.0, 4e12)
-    met, missed = (throughput.Figure("x", 5.0, 2e12, 2**30, "much", verdict, "why") for verdict in (True, False))
-    assert throughput.cells(met, peak, True) == ["x", "5", "2.00", "50%", "1.0", "much: met", "why"]
-    assert throughput.cells(missed, peak, True)[5] == "much: NOT MET"
-    assert throughput.cells(missed, peak, False)[5] == "much: not judged"
-    assert throughput.cells(throughput.Figure("x", note="FAILED: y"), peak, True) == ["x", "", "", "", "", "", "FAILED: y"]
-
-
 def test_each_line_of_a_gpu_is_written_when_it_is_measured(
     throughput: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -409,22 +226,6 @@ def test_on_a_gpu_the_pair_stage_is_launched_with_the_projects_fsdp_config(throu
     assert command[command.index("--num_processes") + 1] == "1" and command[-2:] == [parts.__file__, "out.json"]
 
 
-def test_wheels_for_a_gpu_are_pinned_and_fit_their_folders(throughput: Any, benchmark: Any) -> None:
-    wheels = benchmark("wheels")
-    assert wheels.fill_folders({"a": 3, "b": 5, "c": 4, "d": 9}, most=8) == [["d"], ["b", "a"], ["c"]]
-    needed = wheels.find_dependencies(wheels.NEEDED)
-    assert {"xcompat", "faiss-cpu", "torch", "pyarrow", "scipy"} <= needed, "scipy of scikit-learn among them"
-    constraints = wheels.CONSTRAINTS.read_text(encoding="utf-8")
-    pinned = list(wheels.pin_versions(("pyarrow", "torchvision"), constraints, "2.11"))
-    assert pinned[0].startswith("pyarrow==") and pinned[1] == "torchvision==0.26.*"
-    with pytest.raises(ValueError, match="nowhere is not in constraints"):
-        list(wheels.pin_versions(["nowhere"], constraints, "2.11"))
-
-
-def test_the_page_for_gpus_has_its_markers_once(throughput: Any) -> None:
-    assert len(throughput.SECTION.findall(throughput.PAGE.read_text(encoding="utf-8"))) == 1
-
-
 def test_the_table_of_large_numbers_is_what_the_script_prints() -> None:
     printed = subprocess.check_output([sys.executable, "benchmarks/scaling.py"], cwd=ROOT, text=True)
     page = (ROOT / "docs" / "scaling.md").read_text(encoding="utf-8")
@@ -432,3 +233,93 @@ def test_the_table_of_large_numbers_is_what_the_script_prints() -> None:
     more = ["benchmarks/scaling.py", "--gpu-texts", "2000", "--machines", "4"]
     cells = [row.split(" | ") for row in subprocess.check_output([sys.executable, *more], cwd=ROOT, text=True).splitlines()]
     assert [row[2] for row in cells[2:] if row[1].endswith("on a GPU")] == ["3.5", "34.7", "347.2"]
+
+
+pytestmark = pytest.mark.usefixtures("undrawn")
+
+
+@pytest.fixture(autouse=True)
+def _in_benchmarks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+
+
+def protocol(tmp_path: Path, data: dict[str, Any], old: str, new: str) -> dict[str, Any]:
+    raw: dict[str, Any] = {"output_dir": str(tmp_path / "bench" / "pairs"), "cache_dir": str(tmp_path / "cache"), "seeds": [3]}
+    raw |= {"old": old, "new": new, "data": data, "stages": [{"name": "line", "method": "procrustes"}]}
+    return raw | {"evaluation": {"resamples": 100, "ks": [1, 10], "examples": 0, "tsne_pairs": 0}}
+
+
+@pytest.fixture
+def pairs(tmp_path: Path, folder_of: dict[str, str], old_folder: str, pairs_folder: str, texts_file: str) -> dict[str, Any]:
+    data = {"texts": [{"path": texts_file}], "test": {"path": pairs_folder}}
+    return protocol(tmp_path, data, old_folder, folder_of["clip"])
+
+
+def recipe_of(raw: dict[str, Any]) -> Recipe:
+    return parse_recipe(raw, "pairs", "pairs.yaml")
+
+
+def test_embeddings_alone_are_a_row(
+    pairs: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import entry
+    import leaderboard
+
+    compare_recipe(recipe_of(pairs))
+    (tmp_path / "pairs.yaml").write_text(yaml.safe_dump(pairs))
+    monkeypatch.setattr(entry, "RECIPES", tmp_path)
+    monkeypatch.setattr(entry, "FOLDER", tmp_path / "bench")
+    monkeypatch.setattr(leaderboard, "TABLES", {"one": ("pairs",)})
+    entry.main("pairs")
+    entries = tmp_path / "bench" / "pairs" / "entries"
+    assert f"xcompat evaluate --old {entries}/old --new MINE --out {entries}/MINE" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="pairs: .*old is there; delete it to write it again"):
+        entry.main("pairs")
+    texts = [json.loads(line) for line in (entries / "old" / "texts.jsonl").read_text().splitlines()]
+    assert len(texts) == len(np.load(entries / "old" / "text_embeds.npy")) and all(isinstance(text, str) for text in texts)
+
+    evaluate_embeddings(entries / "old", entries / "old", None, None, entries / "mine")  # old embeddings gain nothing
+    found = leaderboard.studies(tmp_path / "bench")
+    rows = {line.split(" (")[0][2:]: line for line in leaderboard.table(found)}
+    assert rows["mine"].startswith("| mine (embeddings) | 0 of 1 | R@10 +0.0 (0.0 to 0.0) | R@10 +0.0 (0.0 to 0.0) |")
+    assert rows["mine"].endswith(" |  |  |"), "nobody knows what they cost"
+    assert "0 of 1 |" in rows["line"] or "1 of 1 |" in rows["line"]
+
+    embeds = np.load(entries / "old" / "image_embeds.npy")
+    np.save(entries / "old" / "image_embeds.npy", embeds[::-1])
+    evaluate_embeddings(entries / "old", entries / "old", None, None, entries / "turned")
+    with pytest.raises(SystemExit, match="turned was not judged on the old gallery of this protocol"):
+        leaderboard.studies(tmp_path / "bench")
+
+
+def test_the_old_gallery_of_images_and_of_texts(
+    tmp_path: Path, image_folder_of: dict[str, str], folder_of: dict[str, str], pairs_folder: str
+) -> None:
+    import entry
+
+    photos = {"path": pairs_folder, "label_column": "caption"}
+    old, new = image_folder_of["resnet"], image_folder_of["vit"]
+    raw = protocol(tmp_path, {"images": photos, "queries": photos}, old, new)
+    entry.old_gallery(recipe_of(raw), tmp_path / "images")
+    held = {file.name for file in (tmp_path / "images").iterdir()}
+    assert held == {"image_embeds.npy", "image_ids.txt", "labels.txt"}
+    count = len((tmp_path / "images" / "labels.txt").read_text().splitlines())
+    assert np.load(tmp_path / "images" / "image_embeds.npy").shape == (count, 16)
+    raw["data"]["gallery"] = {**photos, "limit": 3}
+    with pytest.raises(XcompatError, match="its queries are other images than its gallery"):
+        entry.old_gallery(recipe_of(raw), tmp_path / "others")
+    assert not (tmp_path / "others").exists()
+
+    for name in ("queries", "passages"):
+        lines = [json.dumps({"id": f"{name[0]}{number}", "text": f"text {number}"}) for number in range(4)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+    (tmp_path / "qrels.tsv").write_text("query-id\tcorpus-id\tscore\nq0\tp0\t1\nq1\tp1\t1\n")
+    judged = {name: {"path": str(tmp_path / f"{name}.jsonl")} for name in ("queries", "passages")}
+    data = {
+        "texts": [{"path": str(tmp_path / "passages.jsonl")}],
+        "judged_texts": {**judged, "qrels": str(tmp_path / "qrels.tsv")},
+    }
+    raw = protocol(tmp_path, data, folder_of["clip"], folder_of["clip"])
+    entry.old_gallery(recipe_of(raw), tmp_path / "texts")
+    assert np.load(tmp_path / "texts" / "query_embeds.npy").shape == (4, 16)
+    assert (tmp_path / "texts" / "text_ids.txt").read_text() == "p0\np1\np2\np3\n"
