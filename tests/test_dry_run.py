@@ -16,15 +16,14 @@ import webdataset as wds
 import yaml
 from schedule import mostly_nightly
 
-from xcompat import cli
 from xcompat.core.errors import XcompatError
 from xcompat.data.cache import cache_folder
 from xcompat.encoders import EncoderSource
 from xcompat.encoders.dimensions import read_embedding_dim, scratch_dim
 from xcompat.encoders.scratch import ScratchSource, encoder_from_scratch
 from xcompat.encoders.standins import save_stand_in, small_scratch
-from xcompat.methods.lambda_orthogonality import LambdaOrthogonalityModel
-from xcompat.methods.mini_vec2vec import MiniVec2VecModel
+from xcompat.methods import METHODS
+from xcompat.models import CompatModel
 from xcompat.models.embedder import Embedder, load_embedder
 from xcompat.training import stage
 from xcompat.training.compare import dry_run_comparison
@@ -35,7 +34,6 @@ from xcompat.training.recipe import Recipe, parse_recipe
 from xcompat.training.stage_recipe import StageRecipe
 
 pytestmark = pytest.mark.usefixtures("undrawn")
-ROOT = Path(__file__).resolve().parents[1]
 DATA = {"texts": [{"path": "some/texts"}], "test": {"path": "some/pairs"}}
 RAW: dict[str, Any] = {"method": "ridge", "old": "some/old", "new": "some/new", "data": DATA}
 
@@ -69,12 +67,22 @@ def test_missing_texts_and_templates_are_listed(tmp_path: Path) -> None:
     assert len(find_missing_paths(settings)[1]) == 3
 
 
-def test_a_path_that_several_stages_name_is_listed_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_stages_share_missing_paths_and_frozen_models(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    loaded = []
+
+    def load(source: EncoderSource, *arguments: Any) -> Embedder:
+        loaded.append(Path(source.name).name)
+        return load_embedder(source, *arguments)
+
+    monkeypatch.setattr(stage, "load_embedder", load)
     data = {"texts": [{"path": "texts.txt"}], "test": {"path": "some/pairs"}}
-    stages = [{"name": name, "method": "ridge"} for name in ("one", "two")]
+    stages = [{"name": name, "method": name} for name in ("ridge", "procrustes")]
     missing = dry_run_recipe(recipe_of(tmp_path, data=data, stages=stages))
-    assert len(missing) == 1 and missing[0].startswith("one: data.texts.0.path: texts.txt does not exist")
+    assert len(missing) == 1 and missing[0].startswith("ridge: data.texts.0.path: texts.txt does not exist")
     assert "(also in 1 more stages)" in capsys.readouterr().out
+    assert sorted(loaded) == ["some--new", "some--old"], "each once"
 
 
 @pytest.mark.parametrize("verb", mostly_nightly(["train", "compare"], "train".__eq__))
@@ -253,39 +261,31 @@ def test_stored_embeddings_have_their_own_dimension(tmp_path: Path) -> None:
     assert dry_run_recipe(recipe_of(tmp_path, **{**changes, "options": {"dim": 48}})) == []
 
 
-def test_a_dry_run_loads_each_frozen_model_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    loaded = []
+@pytest.mark.parametrize(
+    ("method", "solve", "options", "solved", "wrong", "message"),
+    [
+        ("lambda_orthogonality", "solve", {"strength": 2.0}, {"strength": 0.0}, {"strength": -1.0}, r"options\.strength is -1"),
+        ("mini_vec2vec", "fit", {"rounds": 1}, {"runs": 2, "rounds": 1, "clusters": 20}, {"runs": 0}, "runs"),
+    ],
+)
+def test_searches_are_short_but_still_checked(
+    method: str,
+    solve: str,
+    options: dict[str, float],
+    solved: dict[str, float],
+    wrong: dict[str, float],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def stop(model: CompatModel, _: object) -> None:
+        raise RuntimeError(str({name: getattr(model.config, name) for name in solved}))
 
-    def load(source: EncoderSource, *arguments: Any) -> Embedder:
-        loaded.append(Path(source.name).name)
-        return load_embedder(source, *arguments)
-
-    monkeypatch.setattr(stage, "load_embedder", load)
-    stages = [{"name": name, "method": name} for name in ("ridge", "procrustes")]
-    assert dry_run_recipe(recipe_of(tmp_path, stages=stages)) == []
-    assert sorted(loaded) == ["some--new", "some--old"]
-
-
-def test_penalties_are_not_searched_for_but_still_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def stop(model: LambdaOrthogonalityModel, _: object) -> None:
-        raise RuntimeError(f"strength {model.config.strength}")
-
-    monkeypatch.setattr(LambdaOrthogonalityModel, "solve", stop)
-    with pytest.raises(RuntimeError, match=r"^strength 0\.0$"):
-        dry_run_recipe(recipe_of(tmp_path, method="lambda_orthogonality", options={"strength": 2.0}))
-    with pytest.raises(XcompatError, match=r"options\.strength is -1"):
-        dry_run_recipe(recipe_of(tmp_path, method="lambda_orthogonality", options={"strength": -1.0}))
-
-
-def test_searches_without_pairs_are_short_but_still_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def stop(model: MiniVec2VecModel, _: object) -> None:
-        raise RuntimeError(f"{model.config.runs} runs, {model.config.rounds} rounds, {model.config.clusters} clusters")
-
-    monkeypatch.setattr(MiniVec2VecModel, "fit", stop)
-    with pytest.raises(RuntimeError, match="^2 runs, 1 rounds, 20 clusters$"):
-        dry_run_recipe(recipe_of(tmp_path, method="mini_vec2vec", options={"rounds": 1}))
-    with pytest.raises(XcompatError, match="runs"):
-        dry_run_recipe(recipe_of(tmp_path, method="mini_vec2vec", options={"runs": 0}))
+    monkeypatch.setattr(METHODS[method], solve, stop)
+    with pytest.raises(RuntimeError, match=f"^{solved}$"):
+        dry_run_recipe(recipe_of(tmp_path, method=method, options=options))
+    with pytest.raises(XcompatError, match=message):
+        dry_run_recipe(recipe_of(tmp_path, method=method, options=wrong))
 
 
 def test_large_architectures_have_small_stand_ins() -> None:
@@ -296,11 +296,3 @@ def test_large_architectures_have_small_stand_ins() -> None:
     ):
         encoder, _ = encoder_from_scratch(small_scratch(ScratchSource(model=model, image_size=224), 16))
         assert sum(weights.numel() for weights in encoder.parameters()) < 50_000, model
-
-
-def test_the_help_names_the_option(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    for verb in ("train", "compare"):
-        monkeypatch.setattr("sys.argv", ["xcompat", verb, "--help"])
-        with pytest.raises(SystemExit):
-            cli.main()
-        assert "--dry-run" in capsys.readouterr().out
