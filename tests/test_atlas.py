@@ -20,14 +20,17 @@ from xcompat.training.recipe import parse_recipe
 from xcompat.training.run import run_recipe
 
 
-@pytest.fixture
-def finished(folder_of: dict[str, str], old_folder: str, pairs_folder: str, texts_file: str, tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def finished(
+    folder_of: dict[str, str], old_folder: str, pairs_folder: str, texts_file: str, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     """Return the folder of a run that was judged on images with captions."""
-    raw: dict[str, Any] = {"output_dir": str(tmp_path / "run"), "cache_dir": str(tmp_path / "run" / "cache"), "method": "ridge"}
+    run = tmp_path_factory.mktemp("atlas") / "run"
+    raw: dict[str, Any] = {"output_dir": str(run), "cache_dir": str(run / "cache"), "method": "ridge"}
     raw |= {"old": old_folder, "new": folder_of["clip"], "evaluation": {"resamples": 100, "examples": 0}}
     raw["data"] = {"texts": [{"path": texts_file}], "test": {"path": pairs_folder}}
     run_recipe(parse_recipe(raw, "demo", "demo.yaml"))
-    return tmp_path / "run"
+    return run
 
 
 def test_items_stand_where_both_models_place_them(finished: Path, pairs_folder: str, tmp_path: Path) -> None:
