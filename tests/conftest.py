@@ -184,6 +184,11 @@ def store(gallery: Gallery, *items: Any, **options: Any) -> Gallery:
     return gallery
 
 
+def unit(rows: int, dim: int, seed: int = 0) -> torch.Tensor:
+    """Return random directions, the same for each seed."""
+    return torch.nn.functional.normalize(torch.randn(rows, dim, generator=torch.Generator().manual_seed(seed)), dim=-1)
+
+
 def write_photos(folder: Path, count: int) -> Path:
     """Write so many images of noise into a new folder, and return it."""
     folder.mkdir()

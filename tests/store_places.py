@@ -27,9 +27,9 @@ from xcompat.stores import Store
 OLD = Fingerprint.from_string("the old model")
 
 
-def unit_vectors(count: int, dim: int) -> NDArray[np.float32]:
+def unit_vectors(count: int, dim: int, seed: int = 0) -> NDArray[np.float32]:
     """Return (count, dim) random directions, the same each time."""
-    rows = np.random.default_rng(0).standard_normal((count, dim)).astype(np.float32)
+    rows = np.random.default_rng(seed).standard_normal((count, dim)).astype(np.float32)
     return rows / np.linalg.norm(rows, axis=1, keepdims=True)
 
 

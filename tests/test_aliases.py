@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from store_places import unit_vectors as draw
 from typer.testing import CliRunner
 
 from xcompat import Fingerprint, XcompatError
@@ -17,11 +18,6 @@ from xcompat.models.embedder import load_checkpoint, load_embedder
 from xcompat.retrieval import Gallery
 
 ITEMS, NEW_DIM = 90, 12
-
-
-def draw(count: int, dim: int, seed: int) -> np.ndarray:
-    rows = np.random.default_rng(seed).standard_normal((count, dim)).astype(np.float32)
-    return rows / np.linalg.norm(rows, axis=1, keepdims=True)
 
 
 NEW = draw(ITEMS, NEW_DIM, 0)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
+from conftest import unit
 from schedule import METHOD_OF_EACH_KIND, mostly_nightly
 from torch import Tensor
 from torch.nn import functional as F
@@ -23,7 +24,6 @@ from xcompat.models.base import CompatModel
 from xcompat.models.old_knowledge import OldKnowledge
 from xcompat.outputs import CompatOutput
 from xcompat.training.cached_gradients import backward_in_mini_batches, check_mini_batches
-from xcompat.training.dry_run import dry_run_recipe
 from xcompat.training.recipe import parse_recipe
 from xcompat.training.stage_recipe import StageRecipe
 from xcompat.training.trainer import train
@@ -34,10 +34,6 @@ TEXTS = [f"{number} {thing}" for number in ("one", "two") for thing in ("red sho
 LABELS_B = torch.tensor([0, 1, 2, 0, 1, 2, 0, 1])
 LORA: dict[str, Any] = {"lora": {"rank": 2, "dropout": 0.0}, "prompts": 2}
 IN_PARTS = [name for name, method in METHODS.items() if method.loss_of_embeddings and name != "rbt"]  # it has batch norms
-
-
-def unit(rows: int, dim: int, seed: int) -> Tensor:
-    return F.normalize(torch.randn(rows, dim, generator=torch.Generator().manual_seed(seed)), dim=-1)
 
 
 def build(method: str, encoder: str, **options: Any) -> CompatModel:
@@ -214,19 +210,3 @@ def test_what_learns_something_else_in_parts_is_refused(folder_of: dict[str, str
     check_mini_batches(model, plain)  # type: ignore[arg-type]
     with pytest.raises(XcompatError, match="does not work with DeepSpeed"):
         check_mini_batches(model, SimpleNamespace(distributed_type=DistributedType.DEEPSPEED))  # type: ignore[arg-type]
-
-
-def test_a_dry_run_embeds_in_mini_batches_too(monkeypatch: pytest.MonkeyPatch, pairs_folder: str, texts_file: str) -> None:
-    sizes = []
-
-    def spy(accelerator: Any, model: Any, batch: Any, size: int, share: float) -> Tensor:
-        sizes.append((len(next(iter(batch.values()))), size))
-        return backward_in_mini_batches(accelerator, model, batch, size, share)
-
-    monkeypatch.setattr("xcompat.training.trainer.backward_in_mini_batches", spy)
-    phi = {"name": "phi", "method": "projection", "data": {"texts": [{"path": texts_file}]}}
-    pair = {"name": "pair", "method": "xbt", "projection": "stage:phi", "mini_batch_size": 32}
-    pair["data"] = {"pairs": {"path": pairs_folder}}
-    models = {"old": "some/old", "new": "some/new", "evaluation": None, "training": {"per_device_train_batch_size": 1024}}
-    dry_run_recipe(parse_recipe({**models, "stages": [phi, pair]}, "it", "r.yaml"))
-    assert sizes == [(4, 2), (4, 2)]

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from conftest import unit
 from hypothesis import given
 from hypothesis import strategies as st
 from sklearn.metrics import roc_auc_score
 from test_map import made, write
-from torch.nn import functional as F
 from transformers import AutoModel
 from typer.testing import CliRunner
 
@@ -27,13 +27,8 @@ from xcompat.mapping.candidates import CandidateParts
 from xcompat.mapping.choice_report import as_json, describe_choice
 from xcompat.mapping.confidence import FEWEST, Evidence, calibrate
 from xcompat.mapping.folds import folds
-from xcompat.mapping.held_out import HeldOutClasses
 from xcompat.models.indexed_memory import build_memory
 from xcompat.models.query_memory import QueryMemory
-
-
-def unit(rows: int, dim: int, seed: int) -> torch.Tensor:
-    return F.normalize(torch.randn(rows, dim, generator=torch.Generator().manual_seed(seed)), dim=1)
 
 
 @given(st.lists(st.tuples(st.integers(0, 6), st.booleans()), min_size=2, max_size=40))
@@ -148,14 +143,6 @@ def test_a_map_says_how_sure_its_queries_are(tmp_path: Path) -> None:
     expected = torch.sigmoid(said["slope"] * model.memory.recall(embeds).norm(dim=1) + said["offset"])
     torch.testing.assert_close(model.confidence(embeds), expected)
     assert 0.5 < said["auroc"]["ci95"][0] < said["auroc"]["value"]
-
-
-def test_without_a_metric_no_damping_of_it_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(HeldOutClasses, "powers", ())
-    choice = choose(made())
-    assert choice.chosen.candidate.power is None and choice.chosen.candidate.share
-    names = [str(trial.candidate) for trial in choice.trials]
-    assert len(set(names)) == len(names)
 
 
 def test_a_map_without_a_memory_says_nothing_of_what_queries_say() -> None:

@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from store_places import unit_vectors as draw
 from transformers import AutoModel, pipeline
 from typer.testing import CliRunner
 
@@ -25,11 +26,6 @@ from xcompat.retrieval import Gallery
 OLD = Fingerprint.from_string("clip-b32")
 NEW_DIM, OLD_DIM, ITEMS, QUERIES = 12, 8, 80, 5
 IDS = [f"q{row}" for row in range(QUERIES)]
-
-
-def draw(count: int, dim: int, seed: int) -> np.ndarray:
-    rows = np.random.default_rng(seed).standard_normal((count, dim)).astype(np.float32)
-    return rows / np.linalg.norm(rows, axis=1, keepdims=True)
 
 
 NEW = draw(ITEMS, NEW_DIM, 0)
@@ -103,11 +99,6 @@ def test_a_map_of_embeddings_takes_embeddings(form: str, gallery: Path, map_fold
     found = search(gallery, SOURCES[form](tmp_path), map_folder)
     assert [each["query"] for each in found] == IDS
     assert [each["hits"][0]["id"] for each in found] == [str(row) for row in range(QUERIES)]
-
-
-def test_queries_without_ids_are_called_by_their_rows(gallery: Path, map_folder: str, tmp_path: Path) -> None:
-    found = search(gallery, write_array(tmp_path, ids=False), map_folder)
-    assert [each["query"] for each in found] == ["0", "1", "2", "3", "4"]
 
 
 def test_a_run_folder_and_a_store_take_them_too(gallery: Path, map_folder: str, tmp_path: Path) -> None:
