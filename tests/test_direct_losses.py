@@ -1,15 +1,19 @@
-"""BCT, Contrast, L2, MixBCT, BT² and OCA: what each minimises, written out sample by sample."""
+"""BCT, Contrast, L2, MixBCT, BT² and OCA: what each minimises, written out sample by sample, and credible old embeddings."""
 
 from __future__ import annotations
 
 import json
 import math
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from conftest import unit
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.nn import functional as F
 from transformers import AutoModel
 
@@ -17,7 +21,7 @@ from xcompat import Fingerprint
 from xcompat.core.checksums import CHECKSUMS
 from xcompat.core.errors import XcompatError
 from xcompat.methods import METHODS
-from xcompat.models import describe_old
+from xcompat.models import credible, describe_old
 from xcompat.models.credible import credible_mask
 from xcompat.models.old_knowledge import OldKnowledge
 from xcompat.outputs import CompatOutput
@@ -27,10 +31,6 @@ LABELS_N = np.array([0, 2, 2, 0, 1, 2, 0, 1])  # no image of the last class
 OLD_DIM = 6
 OLD = Fingerprint.from_string("old")
 Vector = torch.Tensor
-
-
-def unit(rows: int, dim: int, seed: int = 0) -> torch.Tensor:
-    return F.normalize(torch.randn(rows, dim, generator=torch.Generator().manual_seed(seed)), dim=-1)
 
 
 OLD_Nd = unit(len(LABELS_N), OLD_DIM, seed=1)
@@ -156,30 +156,29 @@ def test_oca(transform: str, folder_of: dict[str, str]) -> None:
     assert loss_of(model, given) == mean(terms)
 
 
-@pytest.mark.parametrize("transform", ["orthogonal", "linear"])
-def test_the_matrix_of_oca_starts_at_the_identity_or_at_random(transform: str, folder_of: dict[str, str]) -> None:
-    def start(random_start: bool) -> torch.Tensor:
-        given = {"transform": transform, "random_start": random_start}
-        model = METHODS["oca"].from_encoder(folder_of["clip"], classes=CLASSES, old=describe_old(OLD, dim=OLD_DIM), **given)
-        return model.transform.weight.detach()
-
-    assert torch.equal(start(False), torch.eye(OLD_DIM + 32))
-    assert not torch.allclose(start(True), torch.eye(OLD_DIM + 32), atol=0.1)
-    with pytest.raises(XcompatError, match="there is no matrix, because options.transform is none"):
-        METHODS["oca"].from_encoder(
-            *(folder_of["clip"], describe_old(OLD, dim=OLD_DIM)), classes=CLASSES, transform="none", random_start=True
-        )
-
-
-def test_the_bases_of_bt2_start_at_the_identity_or_at_random(folder_of: dict[str, str]) -> None:
-    def start(random_start: bool) -> list[torch.Tensor]:
-        given = {"dim": 9, "extra_dim": 4, "random_start": random_start}
-        model = METHODS["bt2"].from_encoder(folder_of["clip"], classes=CLASSES, old=describe_old(OLD, dim=OLD_DIM), **given)
-        return [basis.weight.detach() for basis in (model.new_basis, model.old_basis)]
-
-    for identity, turned in zip(start(False), start(True), strict=True):
+@pytest.mark.parametrize(
+    ("method", "options", "names"),
+    [
+        ("oca", {"transform": "orthogonal"}, ["transform"]),
+        ("oca", {"transform": "linear"}, ["transform"]),
+        ("bt2", {"dim": 9, "extra_dim": 4}, ["new_basis", "old_basis"]),
+    ],
+)
+def test_matrices_start_at_the_identity_or_at_random(
+    method: str, options: dict[str, Any], names: list[str], folder_of: dict[str, str]
+) -> None:
+    old = describe_old(OLD, dim=OLD_DIM)
+    plain, drawn = (
+        METHODS[method].from_encoder(folder_of["clip"], classes=CLASSES, old=old, **options, random_start=random_start)
+        for random_start in (False, True)
+    )
+    for name in names:
+        identity, turned = (getattr(model, name).weight.detach() for model in (plain, drawn))
         assert torch.equal(identity, torch.eye(len(identity))) and not torch.allclose(turned, identity, atol=0.1)
-        assert torch.allclose(turned @ turned.T, identity, atol=1e-5)
+        assert torch.allclose(turned @ turned.T, identity, atol=1e-5) or options.get("transform") == "linear"
+    if method == "oca":
+        with pytest.raises(XcompatError, match="there is no matrix, because options.transform is none"):
+            METHODS["oca"].from_encoder(folder_of["clip"], old, classes=CLASSES, transform="none", random_start=True)
 
 
 @pytest.mark.parametrize("classified", ["new_part", "whole"])
@@ -297,3 +296,63 @@ def test_a_batch_norm_shifts_features_and_does_not_stretch_them(folder_of: dict[
         assert torch.equal(again.embed_images(pixels), model.embed_images(pixels)) and again.image_head is None
     with pytest.raises(XcompatError, match="options.batch_norm: bt2 normalises .*; remove batch_norm"):
         build("bt2", folder_of, dim=8, extra_dim=2, batch_norm=True)
+
+
+def naive_mask(embeds: np.ndarray, labels: np.ndarray, keep: str) -> list[bool]:
+    readable = [i for i in range(len(embeds)) if not np.isnan(embeds[i]).any()]
+    unit = {i: embeds[i] / (np.linalg.norm(embeds[i]) or 1) for i in readable}
+    lengths = [math.sqrt(sum(unit[i][d] ** 2 for i in readable)) or 1 for d in range(embeds.shape[1])]
+    scaled = {i: unit[i] / lengths for i in readable}
+    mask = [False] * len(embeds)
+    for label in set(labels.tolist()):
+        members = [i for i in readable if labels[i] == label]
+        if not members:
+            continue
+        centre = sum(scaled[i] for i in members) / len(members)
+        members.sort(key=lambda i: round(float(np.linalg.norm(scaled[i] - centre)), 9))  # stable: ties in the order of the data
+        for i in members[: math.ceil(Fraction(keep) * len(members))]:
+            mask[i] = True
+    return mask
+
+
+@given(
+    st.lists(st.integers(-2, 3), min_size=1, max_size=60),
+    st.sampled_from(["0.1", "0.35", "0.5", "0.55", "0.9", "1"]),
+    st.integers(0, 99),
+)
+def test_mask_equals_the_loop(labels: list[int], keep: str, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    embeds = rng.normal(size=(len(labels), 4))
+    embeds[rng.random(len(labels)) < 0.1] = np.nan
+    found = credible_mask(embeds, np.array(labels), float(keep))
+    assert found.dtype == bool
+    assert found.tolist() == naive_mask(embeds, np.array(labels), keep)
+
+
+@given(st.lists(st.tuples(st.integers(-1, 1), st.integers(-1, 1), st.integers(0, 2)), min_size=1, max_size=40))
+def test_ties_go_to_the_first(rows: list[tuple[int, int, int]]) -> None:
+    table = np.array(rows)
+    found = credible_mask(table[:, :2].astype(np.float32), table[:, 2], 0.5)
+    assert found.tolist() == naive_mask(table[:, :2].astype(np.float64), table[:, 2], "0.5")
+
+
+def test_blocks_and_kinds_of_arrays_do_not_matter(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    rng = np.random.default_rng(2)
+    halves = rng.normal(size=(500, 8)).astype(np.float16)
+    embeds, labels = halves.astype(np.float32), rng.integers(0, 20, 500)
+    whole = credible_mask(embeds, labels, 0.7)
+    np.save(tmp_path / "embeds.npy", embeds)
+    mapped = np.load(tmp_path / "embeds.npy", mmap_mode="r")
+    monkeypatch.setattr(credible, "_ROWS", 7)
+    for same in (mapped, embeds.astype(np.float64), halves):
+        assert np.array_equal(credible_mask(same, labels, 0.7), whole)
+
+
+@pytest.mark.parametrize(
+    ("rows", "labels", "keep", "message"),
+    [(3, 2, 0.9, "found 2 for 3"), (0, 0, 0.9, "found 0 for 0"), (3, 3, 0.0, "not 0.0"), (3, 3, 1.1, "not 1.1")],
+)
+def test_bad_input_is_one_line(rows: int, labels: int, keep: float, message: str) -> None:
+    with pytest.raises(XcompatError, match=message) as raised:
+        credible_mask(np.ones((rows, 2)), np.zeros(labels, dtype=int), keep)
+    assert "\n" not in str(raised.value)
