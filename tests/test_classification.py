@@ -1,20 +1,34 @@
-"""Classification losses against double loops and pytorch-metric-learning, block by block against all at once."""
+"""Classification and alignment losses against double loops, and their sums over blocks and processes against the whole."""
 
 from __future__ import annotations
 
-import itertools
 import math
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+import warm
 from hypothesis import given
 from hypothesis import strategies as st
-from pytorch_metric_learning import distances, losses, miners, reducers
+from pytorch_metric_learning import losses
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from xcompat.core.errors import XcompatError
-from xcompat.losses import ClassificationHead, batch_hard_triplet_loss, classification, cross_entropy_to, softmax_loss
+from xcompat.losses import (
+    ClassificationHead,
+    ace_loss,
+    angular_alignment_loss,
+    batch_hard_triplet_loss,
+    classification,
+    cross_entropy_to,
+    l2_alignment_loss,
+    neighbour_weights,
+    neighbourhood_loss,
+    ract_loss,
+    softmax_loss,
+)
 
 DTYPES = [torch.float32, torch.float64]
 MARGINS = [(None, 0.0, 0.0), (20.0, 0.0, 0.0), (64.0, 0.5, 0.0), (64.0, 0.0, 0.35), (30.0, 0.3, 0.2)]
@@ -130,14 +144,17 @@ def test_a_hundred_thousand_classes_make_no_matrix_of_all_logits(monkeypatch: py
 
 
 def test_heads_equal_pytorch_metric_learning() -> None:
-    oracles = {
-        "arcface": losses.ArcFaceLoss(9, 5, margin=math.degrees(0.5), scale=64),
-        "cosface": losses.CosFaceLoss(9, 5, margin=0.35, scale=64),
-        "normalized_softmax": losses.NormalizedSoftmaxLoss(9, 5, temperature=1 / 20),
-    }
+    given: dict[str, float] = {"scale": 30.0, "margin": 0.2}
+    oracles = [
+        ("arcface", {}, losses.ArcFaceLoss(9, 5, margin=math.degrees(0.5), scale=64)),
+        ("arcface", given, losses.ArcFaceLoss(9, 5, margin=math.degrees(0.2), scale=30)),
+        ("cosface", {}, losses.CosFaceLoss(9, 5, margin=0.35, scale=64)),
+        ("cosface", given, losses.CosFaceLoss(9, 5, margin=0.2, scale=30)),
+        ("normalized_softmax", {}, losses.NormalizedSoftmaxLoss(9, 5, temperature=1 / 20)),
+    ]
     features, labels = torch.randn(16, 5).double(), torch.randint(9, (16,))
-    for kind, oracle in oracles.items():
-        head = ClassificationHead(5, 9, kind).double()
+    for kind, options, oracle in oracles:
+        head = ClassificationHead(5, 9, kind, **options).double()
         oracle.W.data = head.weight.detach().T.clone()
         ours, theirs = features.clone().requires_grad_(), features.clone().requires_grad_()
         loss, expected = head(ours, labels), oracle(theirs, labels)
@@ -147,29 +164,11 @@ def test_heads_equal_pytorch_metric_learning() -> None:
             torch.testing.assert_close(found, reference, rtol=1e-9, atol=1e-10)
 
 
-def test_plain_softmax_is_a_linear_layer_without_bias() -> None:
-    head, features, labels = ClassificationHead(5, 9), torch.randn(16, 5), torch.randint(9, (16,))
-    torch.testing.assert_close(head(features, labels), F.cross_entropy(features @ head.weight.T, labels))
-    assert {name: value.shape for name, value in head.state_dict().items()} == {"weight": (9, 5)}
-
-
 def test_gradients_are_finite_where_angles_end() -> None:
     weight = torch.eye(3).requires_grad_()
     features = torch.tensor([[2.0, 0, 0], [0, -1.0, 0], [0, 0, 0]], requires_grad=True)  # θ = 0, θ = π, no angle
     softmax_loss(features, weight, torch.arange(3), 64.0, angular_margin=0.5).backward()
     assert features.grad.isfinite().all() and weight.grad.isfinite().all()
-
-
-def test_margin_makes_the_task_harder_at_every_angle() -> None:
-    angles = torch.linspace(0.01, math.pi - 0.01, 200).double()
-    features, weight = torch.stack([angles.cos(), angles.sin()], dim=1), torch.tensor([[1.0, 0.0], [0.0, 1.0]]).double()
-    at_0 = torch.zeros(1, dtype=torch.int64)
-
-    def each(**margin: float) -> torch.Tensor:
-        return torch.stack([softmax_loss(x[None], weight, at_0, 10.0, **margin) for x in features])
-
-    for margin in ({"angular_margin": 0.5}, {"cosine_margin": 0.35}):
-        assert (each(**margin) > each()).all()
 
 
 def test_half_precision_is_computed_in_float32() -> None:
@@ -235,19 +234,6 @@ def test_samples_without_a_row_change_nothing(data: st.DataObject) -> None:
         assert loss == 0
 
 
-def test_length_of_prototypes_matters_to_dot_products_alone() -> None:
-    weights, embeds, labels = torch.randn(5, 3), torch.randn(8, 3), torch.randint(5, (8,))
-    torch.testing.assert_close(
-        cross_entropy_to(weights, embeds, labels, 16.0), cross_entropy_to(weights * torch.rand(5, 1), embeds, labels, 16.0)
-    )
-    assert not torch.allclose(cross_entropy_to(weights, embeds, labels), cross_entropy_to(0.5 * weights, embeds, labels))
-
-
-def test_old_classes_that_new_data_lack_are_negatives() -> None:
-    weights, embeds, labels = torch.randn(5, 3), torch.randn(8, 3), torch.randint(2, (8,))
-    assert cross_entropy_to(weights, embeds, labels, 16.0) > cross_entropy_to(weights[:2], embeds, labels, 16.0)
-
-
 def naive_triplet_loss(features: torch.Tensor, labels: torch.Tensor, margin: float) -> float:
     total, anchors = 0.0, 0
     unit = [[value / math.sqrt(dot(x, x)) for value in x] for x in features.tolist()]
@@ -268,14 +254,6 @@ def test_triplets_equal_the_double_loop(dtype: torch.dtype, labels: list[int]) -
     assert float(found) == pytest.approx(naive_triplet_loss(features, torch.tensor(labels), 0.3), rel=tolerance(dtype))
 
 
-def test_triplets_equal_pytorch_metric_learning() -> None:
-    distance = distances.LpDistance(normalize_embeddings=True)
-    oracle = losses.TripletMarginLoss(0.3, distance=distance, reducer=reducers.MeanReducer())
-    features, labels = torch.randn(20, 6).double(), torch.arange(20) % 5
-    expected = oracle(features, labels, miners.BatchHardMiner(distance=distance)(features, labels))
-    torch.testing.assert_close(batch_hard_triplet_loss(features, labels), expected, rtol=1e-9, atol=1e-9)
-
-
 def test_gradient_of_copies_is_finite() -> None:
     features = torch.randn(2, 3).repeat_interleave(2, dim=0).requires_grad_()
     batch_hard_triplet_loss(features, torch.tensor([0, 0, 1, 1]), 2.0).backward()
@@ -286,24 +264,6 @@ def test_gradient_of_copies_is_finite() -> None:
 def test_a_batch_without_triplets_is_refused(labels: list[int]) -> None:
     with pytest.raises(XcompatError, match="fewer than two samples"):
         ClassificationHead(3, 5, "triplet")(torch.randn(len(labels), 3), torch.tensor(labels))
-
-
-@pytest.mark.parametrize("kind", ["softmax", "normalized_softmax", "arcface", "cosface", "triplet"])
-def test_every_head_learns_and_comes_back(kind: str) -> None:
-    labels = torch.arange(12) % 3
-    features = torch.randn(12, 4, requires_grad=True)
-    head = ClassificationHead(4, 3, kind)
-    optimiser = torch.optim.Adam([features, *head.parameters()], lr=0.1)
-    first = head(features, labels)
-    for _ in range(30):
-        optimiser.zero_grad()
-        head(features, labels).backward()
-        optimiser.step()
-    after = head(features, labels)
-    assert after < first
-    again = ClassificationHead(4, 3, kind)
-    again.load_state_dict(head.state_dict())
-    assert torch.equal(again(features, labels), after)
 
 
 @pytest.mark.parametrize(
@@ -320,20 +280,182 @@ def test_what_a_head_does_not_have_is_refused(kind: str, given: dict[str, float]
         ClassificationHead(3, 5, kind, **given)
 
 
-def test_scale_and_margin_are_those_given() -> None:
-    features, labels = torch.randn(6, 4), torch.arange(6) % 5
-    for kind, margin in itertools.product(("arcface", "cosface"), (0.0, 0.2)):
-        head = ClassificationHead(4, 5, kind, scale=30.0, margin=margin)
-        angular, cos_margin = (margin, 0.0) if kind == "arcface" else (0.0, margin)
-        expected = naive_softmax_loss(features.double(), head.weight.detach().double(), labels, 30.0, angular, cos_margin)
-        assert head(features, labels).item() == pytest.approx(expected, rel=1e-4)
-
-
-def test_expanded_features_are_refused_by_old_weights() -> None:
+def test_what_a_loss_cannot_compare_is_refused() -> None:
     with pytest.raises(XcompatError, match="dimension 5 cannot be classified by weights of dimension 3"):
         cross_entropy_to(torch.randn(4, 3), torch.randn(2, 5), torch.tensor([0, 1]))
-
-
-def test_a_margin_needs_a_scale() -> None:
     with pytest.raises(XcompatError, match="set a scale"):
         softmax_loss(torch.eye(2), torch.eye(2), torch.arange(2), cosine_margin=0.35)
+
+
+def fine_tolerance(dtype: torch.dtype) -> float:
+    return 1e-9 if dtype == torch.float64 else 5e-5
+
+
+def cosine_of_rows(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float(a @ b) / math.sqrt(float(a @ a) * float(b @ b))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_alignment_equals_the_loop(dtype: torch.dtype) -> None:
+    new, old = torch.randn(7, 5, dtype=torch.float64), torch.randn(7, 5, dtype=torch.float64)
+    angles = sum(1 - cosine_of_rows(x, y) for x, y in zip(new, old, strict=True)) / 7
+    lengths = sum(math.dist(x, y) for x, y in zip(new.tolist(), old.tolist(), strict=True)) / 7
+    assert float(angular_alignment_loss(new.to(dtype), old.to(dtype))) == pytest.approx(angles, rel=fine_tolerance(dtype))
+    assert float(l2_alignment_loss(new.to(dtype), old.to(dtype))) == pytest.approx(lengths, rel=fine_tolerance(dtype))
+
+
+def test_l2_leaves_out_old_embeddings_of_images_that_could_not_be_read() -> None:
+    new, old = torch.ones(2, 3, requires_grad=True), torch.tensor([[1.0, 1.0, 3.0], [torch.nan] * 3])
+    loss = l2_alignment_loss(new, old, torch.tensor([True, False]))
+    loss.backward()
+    assert loss.item() == 2 and torch.equal(new.grad, torch.tensor([[0.0, 0.0, -1.0], [0.0, 0.0, 0.0]]))
+
+
+@pytest.mark.parametrize("loss", [angular_alignment_loss, l2_alignment_loss, lambda a, b: ract_loss(a, b, torch.arange(3), 0.1)])
+def test_unequal_shapes_are_refused_in_one_line(loss) -> None:
+    with pytest.raises(XcompatError, match=r"the same shape, got \(3, 5\) and \(3, 4\)"):
+        loss(torch.randn(3, 5), torch.randn(3, 4))
+
+
+def naive_ace_loss(embeds: torch.Tensor, weights: torch.Tensor, labels: list[int], scale: float | None) -> float:
+    kept = [c for c in range(len(weights)) if not weights[c].isnan().any()]
+    entropy, angle, count = 0.0, 0.0, 0
+    for x, label in zip(embeds, labels, strict=True):
+        if label not in kept:
+            continue
+        exponents = {c: math.exp(float(x @ weights[c]) if scale is None else scale * cosine_of_rows(x, weights[c])) for c in kept}
+        entropy -= math.log(exponents[label] / sum(exponents.values()))
+        angle += 1 - cosine_of_rows(x, weights[label])
+        count += 1
+    return (10 * entropy + 5 * angle) / count
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("scale", [None, 16.0])
+def test_ace_equals_the_double_loop(dtype: torch.dtype, scale: float | None) -> None:
+    embeds, weights = torch.randn(6, 4, dtype=torch.float64), 0.7 * torch.randn(5, 4, dtype=torch.float64)
+    weights[2] = torch.nan
+    labels = [0, 1, 2, 4, 4, 8]  # 2 has no prototype, and neither has 8
+    found = ace_loss(embeds.to(dtype), weights.to(dtype), torch.tensor(labels), scale=scale)
+    assert float(found) == pytest.approx(naive_ace_loss(embeds, weights, labels, scale), rel=fine_tolerance(dtype))
+
+
+def test_ace_without_any_known_class_is_nothing() -> None:
+    embeds = torch.randn(3, 4, requires_grad=True)
+    loss = ace_loss(embeds, torch.full((2, 4), torch.nan), torch.tensor([0, 1, 5]), scale=16.0)
+    loss.backward()
+    assert loss == 0
+    assert torch.equal(embeds.grad, torch.zeros(3, 4))
+
+
+def naive_ract_loss(new: torch.Tensor, old: torch.Tensor, labels: list[int], temperature: float, topk: int | None) -> float:
+    total = 0.0
+    for i in range(len(labels)):
+        others = [k for k in range(len(labels)) if labels[k] != labels[i]]
+        positive = math.exp(cosine_of_rows(new[i], old[i]) / temperature)
+        to_old = sorted((math.exp(cosine_of_rows(new[i], old[k]) / temperature) for k in others), reverse=True)
+        to_new = sorted((math.exp(cosine_of_rows(new[i], new[k]) / temperature) for k in others), reverse=True)
+        total += math.log(1 + (sum(to_old[:topk]) + sum(to_new[:topk])) / positive)
+    return total / len(labels)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("labels", [[0, 1, 2, 3, 4], [0, 0, 1, 1, 2], [3, 3, 3, 3, 1], [6, 6, 6, 6, 6]])
+@pytest.mark.parametrize("topk", [None, 1, 3, 40])
+def test_ract_equals_the_double_loop(dtype: torch.dtype, labels: list[int], topk: int | None) -> None:
+    new, old = torch.randn(5, 4, dtype=torch.float64), torch.randn(5, 4, dtype=torch.float64)
+    found = ract_loss(new.to(dtype), old.to(dtype), torch.tensor(labels), 0.2, topk)
+    assert float(found) == pytest.approx(naive_ract_loss(new, old, labels, 0.2, topk), rel=fine_tolerance(dtype), abs=1e-12)
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=8), st.sampled_from([None, 1, 2]), st.integers(0, 99))
+def test_ract_does_not_depend_on_order_and_is_never_undefined(labels: list[int], topk: int | None, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    new, old = (torch.randn(len(labels), 3, generator=generator, dtype=torch.float64) for _ in range(2))
+    new.requires_grad_()
+    order = torch.randperm(len(labels), generator=generator)
+    classes = torch.tensor(labels)
+    loss = ract_loss(new, old, classes, 0.05, topk)
+    loss.backward()
+    assert new.grad.isfinite().all() and loss >= 0
+    torch.testing.assert_close(loss, ract_loss(new[order], old[order], classes[order], 0.05, topk))
+
+
+def test_ract_is_not_rounded_under_autocast() -> None:
+    new, old, labels = torch.randn(6, 4), torch.randn(6, 4), torch.arange(6) % 3
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = ract_loss(new, old, labels, 0.05)
+    torch.testing.assert_close(inside, ract_loss(new, old, labels, 0.05), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_neighbourhood_equals_the_double_loop(dtype: torch.dtype) -> None:
+    new, old, bank = (torch.randn(rows, 4, dtype=torch.float64) for rows in (5, 5, 7))
+    labels, bank_labels = [0, 1, 2, 0, 9], [0, 0, 1, 2, 2, 2, 3]  # nothing in the bank is of class 9
+    expected, anchors = 0.0, 0
+    for i in range(5):
+        shares = [math.exp(float(new[i] @ row) / 0.5) for row in bank]
+        positives = [q for q in range(7) if bank_labels[q] == labels[i]]
+        if positives:
+            terms = [(1 + cosine_of_rows(old[i], bank[q])) / 2 * math.log(shares[q] / sum(shares)) for q in positives]
+            expected, anchors = expected - sum(terms) / len(positives), anchors + 1
+    weights = neighbour_weights(old.to(dtype), bank.to(dtype), torch.tensor(labels), torch.tensor(bank_labels))
+    found = neighbourhood_loss(new.to(dtype), bank.to(dtype), weights, 0.5)
+    assert float(found) == pytest.approx(expected / anchors, rel=fine_tolerance(dtype))
+
+
+def test_neighbours_teach_without_being_taught() -> None:
+    old = torch.randn(3, 4, requires_grad=True)
+    weights = neighbour_weights(old, old, torch.zeros(3), torch.zeros(3))
+    assert not weights.requires_grad
+    torch.testing.assert_close(weights.diagonal(), torch.ones(3))
+
+
+def _batch() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    new, old, weights = (torch.randn(rows, 5, generator=generator, dtype=torch.float64) for rows in (8, 8, 3))
+    return {
+        "new": new,
+        "old": old,
+        "weights": weights,
+        "labels": torch.tensor([0, 1, 7, 7, 2, 2, 1, 0]),  # two of four known on one rank, four of four on the other
+        "turn": torch.randn(5, 5, generator=generator, dtype=torch.float64),
+    }
+
+
+LOSSES = {
+    "ract": lambda new, b: ract_loss(new, b["old"], b["labels"], 0.1),
+    "ract_topk": lambda new, b: ract_loss(new, b["old"], b["labels"], 0.1, 2),
+    "cross_entropy_to": lambda new, b: cross_entropy_to(b["weights"], new, b["labels"], 16.0),
+    "ace": lambda new, b: ace_loss(new, b["weights"], b["labels"]),
+}
+
+
+def _rank_main(rank: int, store: str, out: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    results = {}
+    for name, loss_of in LOSSES.items():
+        batch = _batch()
+        turn = batch["turn"].requires_grad_()
+        mine = {key: value if key in ("weights", "turn") else value[4 * rank : 4 * rank + 4] for key, value in batch.items()}
+        loss = loss_of(mine["new"] @ turn, mine)
+        loss.backward()
+        both = torch.cat([loss.detach().reshape(1), turn.grad.flatten()]) / 2  # what data-parallel training averages
+        dist.all_reduce(both)
+        results[name] = both
+    torch.save(results, f"{out}.{rank}")
+    dist.destroy_process_group()
+
+
+def test_two_ranks_of_four_equal_one_of_eight(tmp_path: Path) -> None:
+    warm.spawn(_rank_main, (str(tmp_path / "store"), str(tmp_path / "out")))
+    for name, loss_of in LOSSES.items():
+        batch = _batch()
+        turn = batch["turn"].requires_grad_()
+        loss = loss_of(batch["new"] @ turn, batch)
+        loss.backward()
+        expected = torch.cat([loss.detach().reshape(1), turn.grad.flatten()])
+        for rank in range(2):
+            found = torch.load(tmp_path / f"out.{rank}", weights_only=True)[name]
+            torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}")
