@@ -73,17 +73,6 @@ def make(n: int = 6, broken: Sequence[int] = (), several: bool = False) -> datas
     return datasets.Dataset.from_dict(columns, features=features)
 
 
-def test_items_and_extras_belong_to_one_row() -> None:
-    extra = {"old_embeds": np.arange(12, dtype=np.float16).reshape(6, 2)}
-    items = PairDataset(make(), image_extra=extra).__getitems__([4, 0, 4])
-    for item, row in zip(items, [4, 0, 4], strict=True):
-        assert (item["index"], len(item["caption"]), item["label"]) == (row, row + 1, row % 2)
-        assert item["image"].mode == "RGB"
-        assert item["image"].getpixel((0, 0)) == (row, row, row)
-        assert item["old_embeds"].tolist() == [2 * row, 2 * row + 1]
-        assert "face" not in item
-
-
 def test_captions_are_decided_by_seed_epoch_and_index() -> None:
     dataset = make(several=True)
 
@@ -156,14 +145,6 @@ def test_images_decoded_ahead_come_in_order_prepared_and_no_further_than_asked(t
     assert len(prepared) <= 4 + threads + 1, "what nobody asks for is not decoded"
 
 
-def test_what_goes_wrong_while_preparing_reaches_who_asked() -> None:
-    def prepare(images: list[Image.Image]) -> None:
-        raise XcompatError("no pixels")
-
-    with pytest.raises(XcompatError, match="no pixels"):
-        next(iterate_images(make(4), prepare=prepare))
-
-
 def test_flattened_captions_keep_their_ids() -> None:
     texts, ids = flatten_captions(make(3, several=True))
     assert texts == ["x", "y", "xx", "yy", "xxx", "yyy"]
@@ -233,7 +214,7 @@ def test_embedding_pairs_of_different_data_are_refused() -> None:
         EmbeddingPairDataset(np.zeros((0, 2)), np.zeros((0, 2)))
 
 
-@settings(deadline=None)
+@settings(max_examples=30)
 @given(st.lists(st.sampled_from("abcdef"), min_size=1, max_size=20), st.integers(0, 5), st.integers(0, 3))
 def test_one_per_id_has_each_id_once(ids: list[str], seed: int, epoch: int) -> None:
     dataset = make(len(ids)).remove_columns("id").add_column("id", ids)

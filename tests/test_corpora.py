@@ -16,9 +16,7 @@ from hypothesis import strategies as st
 
 from xcompat.core.errors import XcompatError
 from xcompat.data import CorpusSource, PairSource, load_texts
-from xcompat.data.corpora import HashSet, normalise
-
-SHARED = Path(__file__).parents[2] / "shared" / "data"
+from xcompat.data.corpora import HashSet
 
 
 @pytest.fixture(autouse=True)
@@ -130,17 +128,3 @@ def test_seen_agrees_with_a_python_set(batches: list[list[int]]) -> None:
             known.add(value)
         assert seen.add(np.array(batch, dtype=np.uint64)).tolist() == expected
     assert sorted(value for run in seen.runs for value in run.tolist()) == sorted(known)
-
-
-@given(st.text())
-def test_normalise_ignores_case_and_punctuation(text: str) -> None:
-    assert normalise(normalise(text)) == normalise(text)
-    assert normalise(f" {text}!") == normalise(text)
-
-
-@pytest.mark.skipif(not SHARED.is_dir(), reason="the data sets in ../shared are not here")
-def test_real_captions() -> None:
-    path = str(SHARED / "captions" / "flickr8k.txt.gz")
-    every = load_texts(path)
-    assert len(every) == len(set(every["text"])) == 35_191
-    assert load_texts(path, exclude=[every[0]["text"].upper()])[0] == every[1]
