@@ -64,14 +64,10 @@ def test_the_readme_is_read_in_five_minutes() -> None:
     assert [line for line in lines if len(line) > README_WIDTH] == []
 
 
-def test_the_index_lists_every_page_once() -> None:
-    assert sorted(LISTED) == sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md") if path.name != "README.md")
-
-
-def test_the_results_list_every_study_once() -> None:
-    index = (ROOT / "docs" / "results" / "README.md").read_text(encoding="utf-8")
-    listed = re.findall(r"^\| \[(\w+\.md)\]\(\1\) \|", index, re.MULTILINE)
-    assert sorted(f"docs/results/{name}" for name in ["README.md", *listed]) == RESULTS
+@pytest.mark.parametrize("folder", ["docs", "docs/results"])
+def test_an_index_lists_every_page_once(folder: str) -> None:
+    listed = re.findall(r"^\| \[(\w+\.md)\]\(\1\) \|", (ROOT / folder / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert sorted(["README.md", *listed]) == sorted(path.name for path in (ROOT / folder).glob("*.md"))
 
 
 def anchors_of(page: str) -> set[str]:
@@ -111,17 +107,6 @@ def test_one_version() -> None:
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
     assert citation["version"] == xcompat.__version__
     assert citation["license"] == project["license"]
-
-
-def test_the_papers_can_be_cited() -> None:
-    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
-    assert citation["cff-version"] == "1.2.0"
-    titles = [reference["title"] for reference in citation["references"]]
-    assert len(set(titles)) == 5
-    for reference in citation["references"]:
-        assert reference["type"] in {"article", "conference-paper"}
-        assert all(author["family-names"] and author["given-names"] for author in reference["authors"])
-        assert reference["title"] and isinstance(reference["year"], int)
 
 
 def test_the_recipes_in_the_pages_are_some(tmp_path: Path) -> None:
@@ -272,9 +257,11 @@ def test_the_example_method_trains_from_a_recipe(
     raw = {"method": place(packages), "old": old_folder, "new": folder_of["clip"], "options": {"bias": False}, "data": data}
     recipe.write_text(yaml.safe_dump(raw | {"training": training}), encoding="utf-8")
     path = f"import sys; sys.path.insert(0, {str(packages)!r})\n"
-    for more in (["--dry-run"], []) if place is copy_into_xcompat else ([],):
-        done = warm.run("-c", f"{path}from xcompat import cli; cli.main()", "train", recipe, *more, folder=tmp_path)
-        assert done.returncode == 0, done.stderr
+    more = ["--dry-run"] if place is install_as_package else []
+    done = warm.run("-c", f"{path}from xcompat import cli; cli.main()", "train", recipe, *more, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    if more:
+        return
     saved = json.loads((tmp_path / "runs/line/model/config.json").read_text(encoding="utf-8"))
     assert (saved["model_type"], saved["bias"]) == ("xcompat-line", False)
     if place is write_file:
