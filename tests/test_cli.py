@@ -34,7 +34,6 @@ from typer.core import TyperGroup
 
 from xcompat import Fingerprint, __version__, cli
 from xcompat.cli.verbs import CONTEXT, EXAMPLES, ORDER, PANELS, SELDOM
-from xcompat.methods import METHODS
 from xcompat.models.embedder import load_checkpoint
 from xcompat.models.memory_contents import PairMemoryContents
 from xcompat.models.query_memory import LearnedTransform
@@ -45,7 +44,6 @@ from xcompat.training.recipe import parse_recipe
 from xcompat.training.run import run_recipe
 
 pytestmark = pytest.mark.usefixtures("undrawn")
-ROOT = Path(__file__).resolve().parents[1]
 VERBS = ("demo", "train", "map", "compare", "embed", "caption", "evaluate", "recipes", "classes")
 VERBS += ("report", "push", "find", "lineage", "serve", "shadow", "plan", "version", "help")
 TRAINING = {"max_steps": 4, "per_device_train_batch_size": 8, "learning_rate": 1e-3, "save_steps": 2, "logging_steps": 1}
@@ -57,15 +55,12 @@ Make = Callable[..., Path]
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Return a function that runs the command line in this process: exit code, standard output, standard error."""
+def run(run_xcompat: Run) -> Run:
+    """Return a function that runs the command line in this process: exit code, standard output without breaks, errors."""
 
     def run_here(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["xcompat", *map(str, arguments)])
-        with pytest.raises(SystemExit) as stopped:
-            cli.main()
-        captured = capsys.readouterr()
-        return int(stopped.value.code or 0), " ".join(captured.out.split()), captured.err
+        code, out, error = run_xcompat(*arguments)
+        return code, " ".join(out.split()), error
 
     return run_here
 
@@ -109,46 +104,41 @@ def nothing_finished(run_folder: Path) -> None:
     assert not [path for path in run_folder.parent.rglob(".*") if path.is_dir()], "temporary folders are taken away"
 
 
-def test_an_unknown_key_names_the_nearest(run: Run, recipe: Make, tmp_path: Path) -> None:
-    assert "did you mean 'learning_rate'" in refused(run("train", recipe(), "training.learing_rate=1"))
-    assert "did you mean 'pairs'" in refused(run("train", recipe(), "data.pair=x"))
-    assert not (tmp_path / "run").exists()
-
-
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("verb", "changes", "message"),
     [
-        ({"data": {"texts": [{"path": "no/such/texts.txt"}]}}, "no/such/texts.txt does not exist"),
-        ({"data": {"test": {"path": "no/such/pairs.csv"}}}, "no/such/pairs.csv does not exist"),
-        ({"old": "./no/such/model"}, "the model folder ./no/such/model does not exist"),
-        ({"old": "some/model-that-is-nowhere"}, "cannot load some/model-that-is-nowhere"),
-        ({"method": "xbt", "projection": "./no/such/phi"}, "no/such/phi"),
-        ({"method": "xbt"}, "set projection to its folder or stage:NAME"),
-        ({"training": {"per_device_train_batch_size": 4096}}, "do not fill one batch of 4096"),
-        ({"training": {"bf16": True, "fp16": True}}, "training section does not fit"),
+        ("train", {"old": "some/model-that-is-nowhere"}, "cannot load some/model-that-is-nowhere"),
+        ("train", {"method": "xbt"}, "set projection to its folder or stage:NAME"),
+        ("train", {"training": {"bf16": True, "fp16": True}}, "training section does not fit"),
+        ("train", {"training": {"push_to_hub": True}}, "requires a login; log in with `hf auth login`"),
+        ("train", {"training": {"report_to": "wandb"}}, "training.report_to: wandb is not installed; run `pip install wandb`"),
+        ("train", {"training": {"report_to": ["tensorbord"]}}, "unknown tracker 'tensorbord'; did you mean 'tensorboard'"),
+        ("train", {"training": {"lr_scheduler_type": "linaer"}}, "the training section does not fit: linaer is not a valid"),
+        ("embed", {"data": {"texts": []}}, "set data.embeddings_of to images"),
     ],
 )
-def test_what_is_missing_is_named(changes: dict[str, Any], message: str, run: Run, recipe: Make, tmp_path: Path) -> None:
-    assert message in refused(run("train", recipe(**changes)))
-    nothing_finished(tmp_path / "run")
-
-
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("training.report_to=wandb", "training.report_to: wandb is not installed; run `pip install wandb`"),
-        ("training.report_to=[tensorbord]", "training.report_to: unknown tracker 'tensorbord'; did you mean 'tensorboard'"),
-        ("training.push_to_hub=true", "requires a login; log in with `hf auth login`"),
-        ("training.lr_scheduler_type=linaer", "the training section does not fit: linaer is not a valid"),
-    ],
-)
-def test_services_of_the_trainer_are_asked_before_anything_is_embedded(
-    override: str, message: str, run: Run, recipe: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_mistakes_are_told_before_anything_is_embedded(
+    verb: str, changes: dict[str, Any], message: str, run: Run, recipe: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("transformers.integrations.integration_utils.get_available_reporting_integrations", list)
     monkeypatch.setattr("huggingface_hub.utils._headers.get_token", lambda: None)
-    assert message in refused(run("train", recipe(), override))
-    assert not (tmp_path / "cache").exists() and not (tmp_path / "run").exists()
+    assert message in refused(run(verb, recipe(**changes)))
+    nothing_finished(tmp_path / "run")
+    assert not (tmp_path / "cache").exists()
+
+
+def test_a_recipe_that_is_no_text(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "bytes.yaml").write_bytes(b"\xff\xfe\x00bad")
+    assert "bytes.yaml is not valid YAML" in refused(run("train", tmp_path / "bytes.yaml"))
+
+
+def test_images_that_a_worker_cannot_read_stop_the_run(run: Run, recipe: Make, pairs_folder: str, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(pairs_folder, tmp_path / "broken"))
+    (folder / "5.png").write_bytes(b"no image")
+    data, training = {"pairs": {"path": str(folder), "max_bad_share": 0.01}}, {"dataloader_num_workers": 1, "max_steps": 6}
+    line = refused(run("train", recipe(method="independent", old=None, evaluation=None, data=data, training=training)))
+    assert "1 of 24 samples cannot be used" in line and "5.png" in line
+    nothing_finished(tmp_path / "run")
 
 
 def test_a_tracker_writes_what_is_trained(run: Run, recipe: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,149 +147,6 @@ def test_a_tracker_writes_what_is_trained(run: Run, recipe: Make, tmp_path: Path
     assert code == 0, error
     events = list((tmp_path / "run" / "checkpoints" / "runs").rglob("events.out.tfevents.*"))
     assert len(events) == 1 and b"train/loss" in events[0].read_bytes()
-
-
-@pytest.mark.parametrize("name", ["folder", "./folder", "picture.png", "./nowhere"])
-def test_a_model_that_is_none(name: str, run: Run, pairs_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("folder").mkdir()
-    shutil.copy(Path(pairs_folder) / "0.png", "picture.png")
-    line = refused(run("gallery", "build", pairs_folder, "--model", name))
-    expected = (
-        "the model folder ./nowhere does not exist" if "nowhere" in name else f"{name} contains no model (config.json is missing)"
-    )
-    assert expected in line
-    assert not Path("gallery").exists()
-
-
-def test_a_missing_recipe_or_target(run: Run, tmp_path: Path) -> None:
-    for verb in ("train", "embed"):
-        assert "nowhere.yaml does not exist" in refused(run(verb, tmp_path / "nowhere.yaml"))
-    assert "nowhere" in refused(run("evaluate", tmp_path / "nowhere"))
-    assert "nowhere does not exist" in refused(run("report", tmp_path / "nowhere"))
-    assert "use a recipe, a run or a checkpoint" in refused(run("evaluate"))
-    assert not list(tmp_path.iterdir())
-    assert "does not exist" in refused(run("train", tmp_path)), "a folder is no recipe"
-    (tmp_path / "bytes.yaml").write_bytes(b"\xff\xfe\x00bad")
-    assert "bytes.yaml is not valid YAML" in refused(run("train", tmp_path / "bytes.yaml"))
-
-
-def broken_pairs(pairs_folder: str, tmp_path: Path) -> Path:
-    folder = tmp_path / "broken"
-    shutil.copytree(pairs_folder, folder)
-    (folder / "5.png").write_bytes(b"no image")
-    return folder
-
-
-def test_an_unreadable_image_is_skipped_counted_and_named(run: Run, recipe: Make, pairs_folder: str, tmp_path: Path) -> None:
-    source = {"path": str(broken_pairs(pairs_folder, tmp_path)), "max_bad_share": 0.1}
-    code, out, error = run("train", recipe(data={"pairs": source, "embeddings_of": "images"}))
-    assert code == 0 and "skipped 5.png" in out, error
-    assert (tmp_path / "run" / "model" / "model.safetensors").stat().st_size > 1000
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_too_many_unreadable_images_stop_the_run(workers: int, run: Run, recipe: Make, pairs_folder: str, tmp_path: Path) -> None:
-    data: dict[str, Any] = {"pairs": {"path": str(broken_pairs(pairs_folder, tmp_path)), "max_bad_share": 0.01}}
-    if workers:  # they read the images of each batch
-        training = {"dataloader_num_workers": workers, "max_steps": 6}
-        file = recipe(method="independent", old=None, evaluation=None, data=data, training=training)
-    else:
-        file = recipe(data=data | {"embeddings_of": "images"})
-    line = refused(run("train", file))
-    assert "1 of 24 samples cannot be used" in line and "5.png" in line
-    nothing_finished(tmp_path / "run")
-
-
-@pytest.mark.parametrize("share", [0.5, 0.0])
-def test_an_unreadable_shard(share: float, run: Run, recipe: Make, pairs_folder: str, tmp_path: Path) -> None:
-    import tarfile
-
-    for shard in range(2):
-        with tarfile.open(tmp_path / f"{shard}.tar", "w") as tar:
-            for number in range(12 * shard, 12 * shard + 12):
-                (tmp_path / f"{number}.txt").write_text(f"cat {number}")
-                tar.add(Path(pairs_folder) / f"{number}.png", f"{number}.png")
-                tar.add(tmp_path / f"{number}.txt", f"{number}.txt")
-    whole = (tmp_path / "1.tar").read_bytes()
-    (tmp_path / "1.tar").write_bytes(whole[: len(whole) // 2])
-    source = {"path": str(tmp_path / "*.tar"), "max_bad_share": share}
-    result = run("train", recipe(data={"pairs": source, "embeddings_of": "images", "test": None}, evaluation=None))
-    if share:
-        assert result[0] == 0 and "skipped 1 of 2 shards" in result[1] and "1.tar" in result[1]
-    else:
-        assert "1 of 2 shards cannot be read" in refused(result)
-        nothing_finished(tmp_path / "run")
-
-
-def test_an_empty_corpus(run: Run, recipe: Make, tmp_path: Path) -> None:
-    (tmp_path / "empty.txt").write_text("\n\n")
-    assert "empty corpus" in refused(run("train", recipe(data={"texts": [{"path": str(tmp_path / "empty.txt")}]})))
-    assert "set data.embeddings_of to images" in refused(run("embed", recipe(data={"texts": []})))
-
-
-def test_captions_without_image(run: Run, recipe: Make, pairs_folder: str, tmp_path: Path) -> None:
-    folder = tmp_path / "lost"
-    shutil.copytree(pairs_folder, folder)
-    (folder / "7.png").unlink()
-    line = refused(run("train", recipe(data={"test": {"path": str(folder)}})))
-    assert "7.png" in line
-    nothing_finished(tmp_path / "run")
-
-
-def test_texts_that_are_too_long_are_cut_and_counted(run: Run, recipe: Make, tmp_path: Path) -> None:
-    lines = [f"number {row} " + "long " * 30 * (row < 3) for row in range(10)]
-    (tmp_path / "long.txt").write_text("\n".join(line[:12] if row >= 3 else line for row, line in enumerate(lines)) + "\n")
-    code, out, error = run("train", recipe(data={"texts": [{"path": str(tmp_path / "long.txt")}], "test": None}, evaluation=None))
-    assert code == 0, error
-    assert "3 of 10 texts were truncated to the 16 tokens" in out
-
-
-def test_a_loss_that_is_not_finite(run: Run, recipe: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    forward, steps = METHODS["projection"].forward, []
-
-    def bad_at_the_fourth(self: Any, **columns: Any) -> Any:
-        output = forward(self, **columns)
-        steps.append(1)
-        output.loss = output.loss * (float("nan") if len(steps) == 4 else 1)
-        return output
-
-    monkeypatch.setattr(METHODS["projection"], "forward", bad_at_the_fourth)
-    line = refused(run("train", recipe()))
-    assert "loss is nan at step 4" in line and "the last good checkpoint is kept" in line
-    kept = last_complete_checkpoint(tmp_path / "run" / "checkpoints")
-    assert kept is not None and kept.name == "checkpoint-2"
-    nothing_finished(tmp_path / "run")
-
-
-def test_a_checkpoint_that_is_not_safetensors(run: Run, recipe: Make, old_folder: str, tmp_path: Path) -> None:
-    from safetensors.torch import load_file
-
-    folder = tmp_path / "pickled"
-    shutil.copytree(old_folder, folder)
-    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
-    (folder / "model.safetensors").unlink()
-    line = refused(run("train", recipe(old=str(folder))))
-    assert "cannot load" in line and "safetensors" in line
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("model.safetensors", b"", "cannot load {}"),
-        ("model.safetensors", b"not safetensors at all", "cannot load {}"),
-        ("model.safetensors", None, "cannot load {}"),
-        ("config.json", b"{", "{}/config.json is not valid JSON"),
-    ],
-    ids=["empty", "text", "cut", "configuration"],
-)
-def test_a_damaged_checkpoint(
-    name: str, content: bytes | None, message: str, run: Run, recipe: Make, old_folder: str, tmp_path: Path
-) -> None:
-    folder = tmp_path / "damaged"
-    shutil.copytree(old_folder, folder)
-    (folder / name).write_bytes((folder / name).read_bytes()[:-100] if content is None else content)
-    assert message.format(folder) in refused(run("train", recipe(old=str(folder))))
 
 
 @pytest.fixture(scope="module")
@@ -333,30 +180,6 @@ def test_evaluate_takes_a_recipe_a_run_and_a_checkpoint(run: Run, done: Path, pa
     assert recalls[0] == recalls[1]
 
 
-def test_evaluate_refuses_the_wrong_old_model(
-    run: Run, done: Path, folder_of: dict[str, str], pairs_folder: str, tmp_path: Path
-) -> None:
-    checkpoint = done / "run" / "pair" / "model"
-    arguments = ("evaluate", checkpoint, "--data", pairs_folder, "--output", tmp_path / "report")
-    assert "cannot be compared" in refused(run(*arguments, "--old", folder_of["siglip"]))
-    assert "does not exist" in refused(run(*arguments, "--old", "./nowhere/old"))
-    assert "--data" in refused(run("evaluate", checkpoint))
-    line = refused(run(*arguments[:2], "captions_column=x", *arguments[2:]))
-    assert "unknown key 'captions_column'; did you mean 'caption_column'" in line
-    assert "nowhere" in refused(run(*arguments[:2], "caption_column=nowhere", *arguments[2:]))
-    assert "does not exist" in refused(run("evaluate", checkpoint, "--data", tmp_path / "no" / "pairs.csv"))
-    assert "is not an xcompat checkpoint" in refused(run("evaluate", folder_of["clip"], "--data", pairs_folder))
-    assert not (tmp_path / "report" / "report" / "report.json").exists()
-
-
-def test_xbt_refuses_a_projection_for_another_encoder(
-    run: Run, recipe: Make, done: Path, folder_of: dict[str, str], tmp_path: Path
-) -> None:
-    file = recipe(method="xbt", projection=str(done / "run" / "phi" / "model"), new=folder_of["siglip"])
-    assert "cannot be compared" in refused(run("train", file))
-    nothing_finished(tmp_path / "run")
-
-
 def test_report_renders_again(run: Run, done: Path, drawn: None) -> None:
     page = done / "run" / "report" / "report.html"
     page.unlink()
@@ -365,8 +188,10 @@ def test_report_renders_again(run: Run, done: Path, drawn: None) -> None:
 
 
 def test_push_shares_a_run_with_what_its_report_says(run: Run, done: Path, hub: Hub) -> None:
+    hub.faults, hub.strikes = {"PUT /large/": 0}, {"PUT /large/": 1}
     code, out, error = run("push", done / "run", "me/pair", "--private", "--license", "mit")
     assert code == 0 and hub.url in out, error
+    assert len([asked for asked in hub.asked if asked.startswith("PUT")]) == 2, "a connection that drops once is tried again"
     card = hub.files("me/pair")["README.md"].decode()
     report = json.loads((done / "run" / "report" / "report.json").read_text())
     for case in report["cases"]:
@@ -374,8 +199,6 @@ def test_push_shares_a_run_with_what_its_report_says(run: Run, done: Path, hub: 
         assert f"| {wanted} | {case['metrics']['recall@1'] * 100:.1f} (" in card
     assert ("Backward compatible: yes." in card) == report["criterion"]["backward_compatible"]
     assert "max_steps: 2" in card and str(done) not in card and hub.repos["me/pair"].private
-    assert "cannot be combined" in refused(run("push", done / "run", "me/pair", "--merged", "--adapters-only"))
-    assert "contains no model" in refused(run("push", done / "nothing", "me/pair"))
 
 
 def test_lineage_shows_the_chain_and_what_is_missing_of_it(run: Run, done: Path, old_folder: str, tmp_path: Path) -> None:
@@ -386,9 +209,7 @@ def test_lineage_shows_the_chain_and_what_is_missing_of_it(run: Run, done: Path,
     config = json.loads((orphan / "config.json").read_text())
     config["old"]["name"] = "/gone/model"
     (orphan / "config.json").write_text(json.dumps(config))
-    missing = "is neither a folder here nor a name on the Hub"
-    assert f"the lineage of {orphan} is broken: /gone/model {missing}" in refused(run("lineage", orphan))
-    assert missing in refused(run("lineage", tmp_path / "nowhere"))
+    assert f"the lineage of {orphan} is broken: /gone/model is neither a folder here" in refused(run("lineage", orphan))
 
 
 @pytest.mark.parametrize(
@@ -425,15 +246,7 @@ def test_what_goes_wrong_on_the_hub_is_one_line_and_doing_it_again_finishes(
     assert AutoModel.from_pretrained("me/pair").compatible_with
 
 
-def test_a_connection_that_drops_once_is_tried_again(run: Run, done: Path, hub: Hub) -> None:
-    hub.faults["PUT /large/"] = 0
-    hub.strikes["PUT /large/"] = 1
-    assert run("push", done / "run", "me/pair")[0] == 0
-    assert len([asked for asked in hub.asked if asked.startswith("PUT")]) == 2
-
-
 def test_a_hub_that_is_not_there_or_not_open(run: Run, done: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "'me/a/b' is not a valid name on the Hub; write it as user/name" in refused(run("push", done / "run", "me/a/b"))
     hub.token = "hf_another"
     assert "log in with `hf auth login`" in refused(run("push", done / "run", "me/pair"))
     assert "me/pair is neither a folder here nor on" in refused(run("lineage", "me/pair"))
@@ -451,19 +264,6 @@ def test_a_hub_that_is_not_there_or_not_open(run: Run, done: Path, hub: Hub, mon
             assert f"{down} cannot be reached for me/pair" in refused(run(*verb))
         cut_off.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
         assert "HF_HUB_OFFLINE is set" in refused(run("push", done / "run", "me/pair"))
-
-
-def test_what_cannot_be_pulled_is_one_line(done: Path, hub: Hub) -> None:
-    from xcompat import XbtModel, XcompatError
-
-    hub.add("me/pair", done / "run" / "pair" / "model")
-    for name, revision, message in (("me/pair", "v9", "v9"), ("me/nowhere", None, "me/nowhere")):
-        with pytest.raises(XcompatError, match=message) as refusal:
-            XbtModel.from_pretrained(name, revision=revision or "main")
-        assert str(refusal.value).startswith(f"cannot load {name}: ") and "\n" not in str(refusal.value)
-    hub.faults["(GET|HEAD) /me/pair/resolve/.*/model.safetensors"] = 0
-    with pytest.raises(XcompatError, match="me/pair"):
-        XbtModel.from_pretrained("me/pair")
 
 
 @pytest.fixture
@@ -521,15 +321,14 @@ def damage(folder: Path, what: str) -> None:
     embeds, whole = np.load(file), file.read_bytes()
     arrays = {"pickle": np.array([{"a": 1}], dtype=object), "nan": embeds * np.nan, "text": embeds.astype(str)}
     arrays |= {"no rows": embeds[:0], "no columns": embeds[:, :0]}
-    contents = {"cut": whole[:-64], "empty": b""}
     lines = {"ids": b"item-0\n", "latin": "é\n".encode("latin-1") * 40, "no rows": b""}
     lines["other ids"] = "".join(f"thing-{row}\n" for row in range(40)).encode()
     if what == "missing":
         (folder / "text_ids.txt").unlink()
     if what in arrays:
         np.save(file, arrays[what], allow_pickle=True)
-    if what in contents:
-        file.write_bytes(contents[what])
+    if what == "cut":
+        file.write_bytes(whole[:-64])
     if what in lines:
         ids.write_bytes(lines[what])
 
@@ -543,7 +342,6 @@ def damage(folder: Path, what: str) -> None:
         ("other ids", "embed the same items with both models"),
         ("nan", "40 of 40 rows of"),
         ("cut", "is not a .npy array of numbers"),
-        ("empty", "is not a .npy array of numbers"),
         ("no rows", "image_embeds.npy holds float32 of shape (0, 8)"),
         ("no columns", "image_embeds.npy holds float32 of shape (40, 0)"),
         ("text", "image_embeds.npy contains no embeddings (shape (40, 8), <U"),
@@ -561,7 +359,6 @@ def test_mismatched_dimensions(run: Run, embeddings: Make, tmp_path: Path) -> No
     old, new = embeddings("old", dim=8), embeddings("new", dim=6)
     line = refused(run("evaluate", "--old", old, "--new", new, "--output", tmp_path / "report"))
     assert f"{new} has 6 dimensions and {old} 8" in line and "--map FOLDER" in line
-    assert "--new needs --old" in refused(run("evaluate", "--new", tmp_path))
     assert not (tmp_path / "report").exists()
 
 
@@ -659,20 +456,6 @@ def test_no_space_left(target: str, run: Run, recipe: Make, tmp_path: Path, monk
     assert (tmp_path / "run" / "model").exists()
 
 
-@pytest.mark.parametrize(("key", "left"), [("cache_dir", 4), ("output_dir", 20), ("output_dir", 40)])
-def test_a_disk_that_is_really_full(key: str, left: int, run: Run, recipe: Make, tiny_disk: Path) -> None:
-    (tiny_disk / "filler").write_bytes(b"0" * 1024 * (256 - left))  # 40 kB hold the weights, and not the optimiser's state
-    line = refused(run("train", recipe(evaluation=None), f"{key}={tiny_disk / 'here'}"))
-    assert "no space left" in line
-    assert not (tiny_disk / "here" / "model").exists()
-
-
-def test_a_folder_that_may_not_be_written(run: Run, recipe: Make, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("in the way")
-    line = refused(run("train", recipe(), f"output_dir={tmp_path / 'file' / 'run'}"))
-    assert "file" in line
-
-
 def command(*arguments: object) -> list[str]:
     return [sys.executable, "-m", "xcompat", *map(str, arguments)]
 
@@ -703,14 +486,6 @@ def test_ctrl_c_keeps_a_checkpoint_and_starting_again_finishes(run: Run, recipe:
     code, out, _ = run("train", file)
     assert code == 0 and f"checkpoint-{step}" in out.replace(" ", ""), "it goes on from there"
     assert (tmp_path / "run" / "model").exists()
-
-
-def test_ctrl_c_before_training(recipe: Make, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(*_: Any, **__: Any) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("xcompat.training.stage.load_texts", interrupted)
-    assert refused(run("train", recipe()), 130) == "interrupted; start again to continue"
 
 
 def test_help_of_every_verb_comes_without_torch() -> None:
@@ -849,17 +624,6 @@ def test_help_and_version_are_commands_too(run: Run) -> None:
     assert code == 0 and places == sorted(places) and said.index(" caption ") > places[-1]
 
 
-@pytest.mark.parametrize("arguments", [("train", "nowhere.yaml"), ("evaluate", "nowhere"), ("report", "nowhere")])
-def test_the_real_command_line(arguments: tuple[str, ...], tmp_path: Path) -> None:
-    if arguments[0] == "report":  # without warnings of what is imported; the quickstart's test sees those of all that trains
-        done = subprocess.run(command(*arguments), capture_output=True, text=True, cwd=tmp_path, check=False)
-    else:
-        done = warm.run("-m", "xcompat", *arguments, folder=tmp_path)
-    assert done.returncode == 2
-    assert done.stderr.startswith("xcompat: ") and len(done.stderr.splitlines()) == 1 and "Traceback" not in done.stderr
-    assert not list(tmp_path.iterdir())
-
-
 class _Sized(BaseModel):
     size: int
 
@@ -926,11 +690,6 @@ def test_a_bug_keeps_its_traceback_and_ends_with_what_a_report_needs(monkeypatch
     last = "".join(traceback.format_exception(bug.value)).splitlines()[-1]
     wanted = [f"xcompat {__version__}", "Python 3.", "torch ", "transformers ", "faiss-cpu ", "clip-b32@"]
     assert all(part in last for part in [*wanted, str(Fingerprint.from_string("clip-b32"))]), last
-
-
-def test_a_name_of_several_lines_stays_in_one(run: Run, tmp_path: Path) -> None:
-    said = refused(run("train", str(tmp_path / "a\nxcompat: done\x1b[2J.yaml")))
-    assert r"a\nxcompat: done\x1b[2J.yaml" in said
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device that is always full is one of Linux")
