@@ -4,19 +4,42 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
-import captioners
 import numpy as np
 import pytest
 import torch
 import warm
 from PIL import Image
 from schedule import mostly_nightly
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from torch import nn
 from transformers import (
     BertConfig,
+    BlipConfig,
+    BlipForConditionalGeneration,
+    BlipImageProcessor,
+    BlipProcessor,
+    CLIPImageProcessor,
+    CLIPVisionConfig,
+    GitConfig,
+    GitForCausalLM,
+    GitProcessor,
+    LlamaConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    LlavaProcessor,
+    Pix2StructConfig,
+    Pix2StructForConditionalGeneration,
+    Pix2StructImageProcessor,
+    Pix2StructProcessor,
     PreTrainedTokenizerFast,
+    Qwen2VLConfig,
+    Qwen2VLForConditionalGeneration,
+    Qwen2VLImageProcessor,
+    Qwen2VLProcessor,
+    Qwen2VLVideoProcessor,
     VisionEncoderDecoderConfig,
     VisionEncoderDecoderModel,
     ViTConfig,
@@ -30,31 +53,114 @@ from xcompat.captioning import Captioner, write_captions
 from xcompat.cli import app
 from xcompat.data import LabelledSource, PairSource, load_labelled
 
-WORDS = ["[PAD]", "[BOS]", "[EOS]", *["a", "dog", "cat", "on", "the", "red", "blue", "grass", "runs", "sits", "with", "hat"]]
+WORDS = ["[PAD]", "[BOS]", "[EOS]", *["a", "dog", "cat", "on", "the", "red", "blue", "grass", "runs", "sits"]]
+WORDS += ["with", "hat", "photo", "of", "USER", "ASSISTANT"]
+IMAGE = "<image>"
+PADS = ["<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"]
+ENDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+SIZE = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+VISION = {**SIZE, "image_size": 16, "patch_size": 8}
+PIXELS = {"height": 16, "width": 16}
+CHAT = (
+    "{% for message in messages %}USER {% for part in message['content'] %}"
+    "{% if part['type'] == 'image' %}IMAGE {% else %}{{ part['text'] }} {% endif %}{% endfor %}{% endfor %}"
+    "{% if add_generation_prompt %}ASSISTANT{% endif %}"
+)
+
+
+def tokenizer(*more: str, text: str = "[BOS] $A [EOS]") -> PreTrainedTokenizerFast:
+    """Return one of whole words, which puts a text ``$A`` between other tokens."""
+    words = [*WORDS, *more]
+    made = Tokenizer(models.WordLevel({word: row for row, word in enumerate(words)}, unk_token="[PAD]"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    made.post_processor = processors.TemplateProcessing(single=text, special_tokens=[("[BOS]", 1), ("[EOS]", 2)])
+    names = {"pad_token": "[PAD]", "bos_token": "[BOS]", "eos_token": "[EOS]", "cls_token": "[BOS]", "sep_token": "[EOS]"}
+    return PreTrainedTokenizerFast(tokenizer_object=made, additional_special_tokens=list(more), **names)
+
+
+def save(folder: Path, model: nn.Module, processor: object) -> str:
+    """Write both, of weights so large that images differ."""
+    for parameter in model.parameters():
+        parameter.data.mul_(20)
+    model.save_pretrained(folder)  # type: ignore[operator]
+    processor.save_pretrained(folder)  # type: ignore[attr-defined]
+    return str(folder)
+
+
+def blip(folder: Path) -> str:
+    text = {**SIZE, **ENDS, "vocab_size": len(WORDS), "encoder_hidden_size": 16, "sep_token_id": 2, "projection_dim": 16}
+    config = BlipConfig(text_config=text, vision_config={**VISION, "projection_dim": 16}, projection_dim=16)
+    return save(folder, BlipForConditionalGeneration(config), BlipProcessor(BlipImageProcessor(size=PIXELS), tokenizer()))
+
+
+def git(folder: Path) -> str:
+    config = GitConfig(vision_config=VISION, **SIZE, **ENDS, vocab_size=len(WORDS), max_position_embeddings=64)
+    images = CLIPImageProcessor(size={"shortest_edge": 16}, crop_size=PIXELS)
+    return save(folder, GitForCausalLM(config), GitProcessor(images, tokenizer()))
+
+
+def pix2struct(folder: Path) -> str:
+    width = {"hidden_size": 16, "d_kv": 8, "d_ff": 32}
+    text = {**width, **ENDS, "vocab_size": len(WORDS), "num_layers": 1, "num_heads": 2, "decoder_start_token_id": 0}
+    vision = {**width, "patch_embed_hidden_size": 768, "num_hidden_layers": 1, "num_attention_heads": 2, "seq_len": 2048}
+    model = Pix2StructForConditionalGeneration(Pix2StructConfig(text_config=text, vision_config=vision))
+    return save(folder, model, Pix2StructProcessor(Pix2StructImageProcessor(is_vqa=False), tokenizer(text="$A [EOS]")))
+
+
+def llava(folder: Path, template: str | None = CHAT.replace("IMAGE", IMAGE)) -> str:
+    llama = LlamaConfig(**SIZE, **ENDS, vocab_size=len(WORDS) + 1)
+    config = LlavaConfig(
+        vision_config=CLIPVisionConfig(**VISION, projection_dim=16),
+        text_config=llama,
+        image_token_index=len(WORDS),
+        vision_feature_layer=-1,
+    )
+    images = CLIPImageProcessor(size={"shortest_edge": 16}, crop_size=PIXELS)
+    patches = {"patch_size": 8, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
+    processor = LlavaProcessor(images, tokenizer(IMAGE, text="$A"), **patches, chat_template=template, image_token=IMAGE)
+    return save(folder, LlavaForConditionalGeneration(config), processor)
+
+
+def qwen2_vl(folder: Path) -> str:
+    """Return one whose questions are longer for larger images."""
+    rows = {name: len(WORDS) + row for row, name in enumerate(("image", "video", "vision_start", "vision_end"))}
+    rope = {"type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10000.0}
+    config = Qwen2VLConfig(
+        text_config={**SIZE, **ENDS, "num_key_value_heads": 2, "vocab_size": len(WORDS) + 4, "rope_parameters": rope},
+        vision_config={"depth": 1, "embed_dim": 16, "hidden_size": 16, "num_heads": 2, "mlp_ratio": 2, "patch_size": 4},
+        **{f"{name}_token_id": row for name, row in rows.items()},
+    )
+    processor = Qwen2VLProcessor(
+        Qwen2VLImageProcessor(patch_size=4, min_pixels=64, max_pixels=1024),
+        tokenizer(*PADS, text="$A"),
+        video_processor=Qwen2VLVideoProcessor(patch_size=4),
+        chat_template=CHAT.replace("IMAGE", f"{PADS[2]}{PADS[0]}{PADS[3]}"),
+    )
+    return save(folder, Qwen2VLForConditionalGeneration(config), processor)
+
+
+def vision_encoder_decoder(folder: Path) -> str:
+    """Return one that takes no prompt."""
+    decoder = BertConfig(**SIZE, vocab_size=len(WORDS), is_decoder=True, add_cross_attention=True, max_position_embeddings=64)
+    config = VisionEncoderDecoderConfig.from_encoder_decoder_configs(ViTConfig(**VISION), decoder)
+    config.decoder_start_token_id, config.pad_token_id, config.eos_token_id = 1, 0, 2
+    model = VisionEncoderDecoderModel(config)
+    for name, token in {**ENDS, "decoder_start_token_id": 1}.items():
+        setattr(model.generation_config, name, token)
+    tokenizer().save_pretrained(folder)
+    return save(folder, model, ViTImageProcessor(size=PIXELS))
+
+
+def make(kind: Callable[[Path], str], folder: Path) -> str:
+    """Return the folder of a captioner of one kind, always the same one."""
+    set_seed(0)
+    return kind(folder)
 
 
 @pytest.fixture(scope="module")
 def captioner_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A vision encoder with a text decoder, of random weights."""
-    folder = tmp_path_factory.mktemp("captioner")
-    set_seed(0)
-    size = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
-    encoder = ViTConfig(**size, image_size=16, patch_size=8)
-    decoder = BertConfig(**size, vocab_size=len(WORDS), is_decoder=True, add_cross_attention=True, max_position_embeddings=64)
-    config = VisionEncoderDecoderConfig.from_encoder_decoder_configs(encoder, decoder)
-    config.decoder_start_token_id, config.pad_token_id, config.eos_token_id = 1, 0, 2
-    model = VisionEncoderDecoderModel(config)
-    for parameter in model.parameters():
-        parameter.data.mul_(20)  # else every image gets the same words
-    model.generation_config.decoder_start_token_id, model.generation_config.eos_token_id = 1, 2
-    model.generation_config.pad_token_id = 0
-    model.save_pretrained(folder)
-    tokenizer = Tokenizer(models.WordLevel({word: row for row, word in enumerate(WORDS)}, unk_token="[PAD]"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    names = {"pad_token": "[PAD]", "bos_token": "[BOS]", "eos_token": "[EOS]"}
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names).save_pretrained(folder)
-    ViTImageProcessor(size={"height": 16, "width": 16}).save_pretrained(folder)
-    return str(folder)
+    return make(vision_encoder_decoder, tmp_path_factory.mktemp("captioner"))
 
 
 @pytest.fixture(scope="module")
@@ -121,20 +227,6 @@ def test_ids_may_hold_what_unicode_calls_a_line_separator(captioner_folder: str,
     source = PairSource(path=str(tmp_path / "odd"), captions=False)
     assert write_captions(source, Captioner(captioner_folder, max_tokens=4), tmp_path / "out.jsonl") == 1
     assert json.loads((tmp_path / "out.jsonl").read_text())["id"] == "a\u2028b.png"
-
-
-def test_another_captioner_in_the_same_folder_does_not_continue(
-    captioner_folder: str, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = Path(shutil.copytree(captioner_folder, tmp_path / "captioner"))
-    source, out = PairSource(path=str(photos), captions=False), tmp_path / "out.jsonl"
-    with monkeypatch.context() as stopped:
-        stopped.setattr(captioning, "_join", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-        with pytest.raises(KeyboardInterrupt):
-            write_captions(source, Captioner(str(folder), max_tokens=4), out)
-    (folder / "model.safetensors").touch()
-    with pytest.raises(XcompatError, match="parts with other captioner"):
-        write_captions(source, Captioner(str(folder), max_tokens=4), out)
 
 
 def test_a_file_that_appears_meanwhile_stays_and_a_folder_is_no_place(
@@ -221,8 +313,8 @@ def test_what_cannot_be_read_stops_neither_the_captions_nor_who_reads_them(
 
 @pytest.fixture(scope="module")
 def folder_of_kind(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    kinds = (captioners.blip, captioners.git, captioners.pix2struct, captioners.llava, captioners.qwen2_vl)
-    return {kind.__name__: captioners.make(kind, tmp_path_factory.mktemp(kind.__name__)) for kind in kinds}
+    kinds = (blip, git, pix2struct, llava, qwen2_vl)
+    return {kind.__name__: make(kind, tmp_path_factory.mktemp(kind.__name__)) for kind in kinds}
 
 
 @pytest.fixture(scope="module")
@@ -272,16 +364,17 @@ def test_what_a_chat_is_asked_reaches_the_model(
 ) -> None:
     asked = Captioner(folder_of_kind["llava"], prompt="the dog")._model_inputs(images[:1])
     words = Captioner(folder_of_kind["llava"]).tokenizer.decode(asked["input_ids"][0])
-    assert words == f"USER {' '.join([captioners.IMAGE] * 4)} the dog ASSISTANT"
+    assert words == f"USER {' '.join([IMAGE] * 4)} the dog ASSISTANT"
     given = ["caption", str(photos), "--model", folder_of_kind["llava"], "--max-tokens", "6"]
     for name, more in (("usual", []), ("dog", ["--prompt", "the dog"])):
         assert "11 captions" in CliRunner().invoke(app, [*given, *more, "--out", str(tmp_path / name)]).output
     assert lines(tmp_path / "usual") != lines(tmp_path / "dog")
 
 
-def test_captions_of_another_prompt_are_not_continued(
+def test_captions_of_another_prompt_or_captioner_are_not_continued(
     folder_of_kind: dict[str, str], photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    folder = shutil.copytree(folder_of_kind["git"], tmp_path / "git")
     source, out = PairSource(path=str(photos), captions=False), tmp_path / "out.jsonl"
     with monkeypatch.context() as stopped:
         stopped.setattr(captioning, "_join", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
@@ -289,6 +382,8 @@ def test_captions_of_another_prompt_are_not_continued(
             write_captions(source, Captioner(folder_of_kind["git"], max_tokens=4), out)
     with pytest.raises(XcompatError, match="parts with other prompt"):
         write_captions(source, Captioner(folder_of_kind["git"], max_tokens=4, prompt="a photo of"), out)
+    with pytest.raises(XcompatError, match="parts with other captioner"):
+        write_captions(source, Captioner(str(folder), max_tokens=4), out)
     plan = json.loads((tmp_path / "out.jsonl.parts" / captioning.PLAN).read_text())
     del plan["prompt"]  # as versions wrote it that knew no prompt
     (tmp_path / "out.jsonl.parts" / captioning.PLAN).write_text(json.dumps(plan))
@@ -300,7 +395,7 @@ def test_a_prompt_that_is_not_taken_or_is_missing_is_one_line(
 ) -> None:
     with pytest.raises(XcompatError, match="starts captions by itself and takes no prompt; remove --prompt"):
         Captioner(captioner_folder, prompt="a photo of")
-    silent = captioners.llava(tmp_path, template=None)
+    silent = llava(tmp_path, template=None)
     with pytest.raises(XcompatError, match=r"cannot write captions: .*; set a --prompt"):
         Captioner(silent)(images)
     assert len(Captioner(silent, max_tokens=4, prompt="USER <image> the dog ASSISTANT")(images)) == 4
