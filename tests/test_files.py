@@ -1,33 +1,37 @@
-"""Durable, atomic writes: old or new at every instant, nothing lost by an error, nothing left by the dead."""
+"""Durable, atomic writes: old or new at every instant, nothing lost by an error or a full disk, nothing left by the dead."""
 
 from __future__ import annotations
 
 import errno
 import os
 import shutil
-import stat
+import signal
 import subprocess
-import sys
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from xcompat import XcompatError
-from xcompat.core import files
+from xcompat.core import failures, files
 from xcompat.core.checksums import difference, file_record
 from xcompat.core.files import (
     atomic_path,
     clear_leftovers,
     files_below,
     list_entries,
-    make_folder,
     read_json,
     write_array,
     write_json,
 )
+from xcompat.retrieval.faiss_building import make_index
+from xcompat.retrieval.faiss_index import write_faiss
+from xcompat.retrieval.items import Items
+from xcompat.retrieval.segment import write_rows
 
 
 def folder_of(path: Path, *names: str) -> Path:
@@ -52,12 +56,6 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "two renames":
         monkeypatch.setattr(files, "_exchange", lambda one, other: False)
     return str(request.param)
-
-
-def test_a_folder_is_replaced_whole(way: str, tmp_path: Path) -> None:
-    target = folder_of(tmp_path / "target", "old.txt")
-    replace_folder(target)
-    assert content(target) == ["new.txt"] and content(tmp_path) == ["target"]
 
 
 def test_an_error_at_any_step_leaves_the_old_folder(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,46 +101,38 @@ def test_what_can_be_put_back_neither_now_nor_at_once_is_put_back_later(tmp_path
     assert content(target) == ["old.txt"] and content(tmp_path) == ["target"]
 
 
-KILLED = """
-import os, signal, sys
-from pathlib import Path
-from xcompat.core import files
-way, step, target = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
-if way == "two renames":
-    files._exchange = lambda one, other: False
-count = 0
-def dying(original):
-    def run(*args, **kwargs):
-        global count
-        count += 1
-        if count > step:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return original(*args, **kwargs)
-    return run
-for owner, name in ((os, "fsync"), (Path, "rename"), (Path, "replace"), (os, "rmdir"), (os, "unlink"), (files, "_exchange")):
-    setattr(owner, name, dying(getattr(owner, name)))
-with files.atomic_path(target) as temporary:
-    temporary.mkdir()
-    (temporary / "new.txt").write_text("new")
-"""
+def killed_before(step: int, target: Path) -> None:
+    """Replace a folder in a process that is killed before its nth call that changes something."""
+    child = os.fork()
+    if child:
+        os.waitpid(child, 0)
+        return
+    left = iter(range(step))
+
+    def dying(original: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if next(left, None) is None:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return original(*args, **kwargs)
+
+        return run
+
+    for owner, name in ((os, "fsync"), (Path, "rename"), (Path, "replace"), (os, "rmdir"), (os, "unlink"), (files, "_exchange")):
+        setattr(owner, name, dying(getattr(owner, name)))
+    try:
+        replace_folder(target)
+    finally:
+        os._exit(0)
 
 
 @pytest.mark.parametrize("step", range(8))
 def test_a_kill_between_any_two_steps_leaves_one_of_both(way: str, step: int, tmp_path: Path) -> None:
     target = folder_of(tmp_path / "target", "old.txt")
-    subprocess.run([sys.executable, "-c", KILLED, way, str(step), str(target)], check=False)
+    killed_before(step, target)
     if way == "exchange":
         assert content(target) in (["old.txt"], ["new.txt"])
     replace_folder(target)  # the next start
     assert content(target) == ["new.txt"] and content(tmp_path) == ["target"]
-
-
-def test_a_killed_writer_leaves_the_folder_to_whoever_clears(tmp_path: Path) -> None:
-    folder_of(tmp_path / "target", "old.txt")
-    subprocess.run([sys.executable, "-c", KILLED, "two renames", "4", str(tmp_path / "target")], check=False)
-    assert not (tmp_path / "target").exists(), "the kill came between the two renames"
-    clear_leftovers(tmp_path)
-    assert content(tmp_path) == ["target"] and content(tmp_path / "target") == ["old.txt"]
 
 
 def test_what_a_living_writer_has_begun_is_left_alone(tmp_path: Path) -> None:
@@ -186,21 +176,6 @@ def test_data_are_flushed_before_their_name_and_the_name_before_the_end(tmp_path
     assert steps == [*synced, ("replace", "folder"), ("fsync", "made")]
 
 
-@pytest.mark.parametrize("mask", [0o022, 0o027, 0o077])
-def test_what_is_written_has_the_permissions_that_the_user_asks_for(mask: int, tmp_path: Path) -> None:
-    before = os.umask(mask)
-    try:
-        with atomic_path(tmp_path / "made" / "folder") as temporary:
-            folder_of(temporary, "new.txt", "private.txt")
-            (temporary / "private.txt").chmod(0o600)  # as safetensors writes it
-    finally:
-        os.umask(before)
-    private = (tmp_path / "made" / "folder" / "private.txt").stat()
-    assert stat.S_IMODE(private.st_mode) == 0o666 & ~mask
-    modes = [stat.S_IMODE((tmp_path / "made" / name).stat().st_mode) for name in ("", "folder", "folder/new.txt")]
-    assert modes == [0o777 & ~mask, 0o777 & ~mask, 0o666 & ~mask]
-
-
 def test_a_file_takes_no_folder_s_place_and_a_folder_no_file_s(tmp_path: Path) -> None:
     folder_of(tmp_path / "folder", "old.txt")
     with pytest.raises(IsADirectoryError), atomic_path(tmp_path / "folder") as temporary:
@@ -216,13 +191,6 @@ def test_a_name_as_long_as_the_system_allows(tmp_path: Path) -> None:
     with atomic_path(target) as temporary:
         temporary.write_text("whole")
     assert target.read_text() == "whole"
-
-
-def test_folders_made_on_the_way_are_there_and_those_that_were_stay(tmp_path: Path) -> None:
-    folder_of(tmp_path / "a", "x")
-    make_folder(tmp_path / "a" / "b" / "c")
-    make_folder(tmp_path / "a" / "b" / "c")
-    assert content(tmp_path / "a") == ["b", "x"] and content(tmp_path / "a" / "b") == ["c"]
 
 
 @pytest.mark.parametrize(
@@ -284,3 +252,80 @@ def test_a_temporary_folder_that_could_not_be_removed_is_not_published(tmp_path,
         write_json(temporary / "inner.json", 1)
         assert len(list(temporary.iterdir())) == 2, "what the inner writer could not remove"
     assert [file.name for file in (tmp_path / "made").iterdir()] == ["inner.json"]
+
+
+PAGE = 4096
+PAGES = 20  # of the largest of the files, and some more
+
+
+def faiss_index(path: Path) -> None:
+    index = make_index("Flat", 8, "ip")
+    index.add(np.ones((1500, 8), np.float32))  # no multiple of a page, so that the last bytes are written when it is closed
+    write_faiss(index, path)
+
+
+def rows(path: Path) -> None:
+    path.mkdir()
+    write_rows(path, Items(ids=[f"item {number}" for number in range(600)], metadata=[None] * 600))
+
+
+def array(path: Path) -> None:
+    write_array(path, np.ones(7000, np.float32))
+
+
+def weights(path: Path) -> None:
+    from safetensors.torch import save_file
+
+    save_file({"weight": torch.ones(7000)}, path)
+
+
+def json(path: Path) -> None:
+    write_json(path, {"text": "x" * 30_000})
+
+
+def onnx(path: Path) -> None:
+    exported().save(path)
+
+
+@cache
+def exported() -> torch.onnx.ONNXProgram:
+    program = torch.onnx.export(torch.nn.Linear(80, 80), (torch.ones(1, 80),), dynamo=True, verbose=False)
+    assert program is not None
+    return program
+
+
+def size_of(path: Path) -> int:
+    return sum(file.stat().st_size for file in ([path] if path.is_file() else path.iterdir()))
+
+
+@pytest.mark.parametrize("write", [faiss_index, rows, array, weights, json, onnx])
+def test_a_file_is_whole_or_its_writer_says_that_it_is_not(
+    write: Callable[[Path], None], tiny_disk: Path, tmp_path: Path
+) -> None:
+    write(tmp_path / "whole")
+    whole, refused = size_of(tmp_path / "whole"), 0
+    for pages in range(PAGES):
+        filler = tiny_disk / "filler"
+        filler.write_bytes(bytes((os.statvfs(tiny_disk).f_bavail - pages) * PAGE))
+        said = None
+        try:
+            with atomic_path(tiny_disk / "file") as temporary:
+                write(temporary)
+        except Exception as error:
+            said = error
+        if said is None:
+            assert size_of(tiny_disk / "file") == whole
+        else:
+            assert "no space left" in str(failures.explain(said)), said
+            assert not (tiny_disk / "file").exists()
+            refused += 1
+        assert {path.name for path in tiny_disk.iterdir()} <= {"filler", "file"}, "nothing half-written"
+        subprocess.run(["rm", "-r", *tiny_disk.iterdir()], check=True)
+    assert 0 < refused < PAGES, "some disks were too small, some were not"
+
+
+@pytest.mark.parametrize("numbers", [1, 10**6])
+def test_what_pytorch_says_of_a_full_disk_is_understood(numbers: int) -> None:
+    with pytest.raises(RuntimeError) as said:
+        torch.save({"state": torch.zeros(numbers)}, "/dev/full")
+    assert "no space left" in str(failures.explain(said.value))
