@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import io
+import os
 import struct
+import tarfile
 import zlib
 from pathlib import Path
 
+import datasets
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from PIL import Image
+from PIL import Image, ImageOps
+from PIL.ExifTags import Base
 
 from xcompat.core.errors import XcompatError
-from xcompat.core.progress import notice_once
-from xcompat.data import load_pairs, open_image, to_rgb
+from xcompat.data import PairSource, image_files, images, iterate_images, load_pairs, open_image, to_rgb
 from xcompat.data.images import MAX_ASPECT, MAX_PIXELS, UnusableSampleError
 from xcompat.models.embedder import load_embedder
 
@@ -109,18 +112,6 @@ def test_an_unknown_range_is_refused(pixels: np.ndarray) -> None:
         open_image(encoded(pixels, "TIFF"))
 
 
-def test_black_is_black() -> None:
-    for kind in (np.uint16, np.int32, np.float32):
-        assert to_rgb(Image.fromarray(np.zeros((1, 1), kind))).getpixel((0, 0)) == (0, 0, 0)
-
-
-def test_that_bits_are_left_out_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
-    notice_once.cache_clear()
-    for _ in range(3):
-        open_image(encoded(WIDE_HW, "PNG"))
-    assert capsys.readouterr().out == "! grey images of more than 8 bits are scaled to 8: 65535 becomes 255\n"
-
-
 def bomb(side: int) -> bytes:
     """Return a PNG of some kB that unpacks to side x side pixels."""
     return png(side, side, 1, 0, bytes(side * (1 + -(-side // 8))))
@@ -176,23 +167,8 @@ def test_other_colour_spaces_show_the_same_colour(mode: str) -> None:
     np.testing.assert_allclose(open_image(Image.new(mode, (1, 1), colour)).getpixel((0, 0)), (200, 50, 30), atol=3)
 
 
-@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
-def test_a_data_set_names_what_it_leaves_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from xcompat.data import BadSamples, iterate_images
-
-    for name, data in {"a": encoded(GREY_HW, "PNG"), "b": bomb(12_000), "c": encoded(WIDE_HW // 16, "PNG")}.items():
-        (tmp_path / f"{name}.png").write_bytes(data)
-    (tmp_path / "captions.csv").write_text("image,caption\n" + "".join(f"{name}.png,a\n" for name in "abc"))
-    kept = [rows.tolist() for rows, _ in iterate_images(load_pairs(str(tmp_path)), bad=BadSamples(1.0, 3))]
-    said = capsys.readouterr().out.splitlines()
-    assert kept == [[0]]
-    assert [line.split(": ")[0] for line in said] == ["! skipped b.png", "! skipped c.png"]
-
-
 def photo(orientation: int | None, form: str = "JPEG") -> bytes:
     """An image whose top left is red and whose bottom right is blue once it is turned as `orientation` says."""
-    from PIL import ImageOps
-    from PIL.ExifTags import Base
 
     upright = Image.new("RGB", (64, 48), "white")
     upright.paste("red", (0, 0, 24, 24))
@@ -217,31 +193,13 @@ def test_exif_orientation_is_applied(form: str, orientation: int) -> None:
     assert np.abs(found - expected).mean() < 4
 
 
-def test_images_are_never_turned_twice() -> None:
-    once = open_image(photo(6))
-    assert np.array_equal(np.asarray(open_image(once)), np.asarray(once))
-    assert once.size == (64, 48)
-
-
 def test_damaged_exif_leaves_the_image_readable() -> None:
     data = photo(6)
     assert open_image(data.replace(b"Exif\0\0", b"Exif\0\0" + b"\xff" * 4)).width in (48, 64)
 
 
-def test_processors_turn_pillow_images(folder_of: dict[str, str]) -> None:
-    processor = load_embedder(folder_of["clip"]).processor
-    stored, upright = Image.open(io.BytesIO(photo(6, "PNG"))), Image.open(io.BytesIO(photo(None, "PNG")))
-    np.testing.assert_allclose(processor.images(stored.convert("RGB")), processor.images(upright), atol=1e-6)
-    assert processor.describe_all()["orientation"] == "exif"
-
-
 @pytest.mark.parametrize("table", ["folder", "captions", "parquet", "datasets", "webdataset"])
 def test_every_source_gives_upright_images(table: str, tmp_path: Path) -> None:
-    import tarfile
-
-    import datasets
-
-    from xcompat.data import PairSource, iterate_images
 
     data, path = photo(6), tmp_path / "photos"
     path.mkdir()
@@ -272,7 +230,6 @@ def test_every_file_of_a_folder_is_read_or_named(tmp_path: Path, capsys: pytest.
     (tmp_path / "d.large").write_bytes(photo(None, "PNG"))
     for name in (".DS_Store", "Thumbs.db", "notes.txt", "BMW", "e.json", "f.mov"):
         (tmp_path / name).write_text("BM is a text")
-    from xcompat.data import PairSource
 
     loaded = load_pairs(PairSource(path=str(tmp_path), captions=False))
     assert loaded["id"][:] == ["a", "b.jfif", "c.avif", "d.large"]
@@ -280,21 +237,9 @@ def test_every_file_of_a_folder_is_read_or_named(tmp_path: Path, capsys: pytest.
     assert "6 files (BMW, e.json, f.mov, notes.txt, .DS_Store and 1 more) are left out" in said
 
 
-def test_images_beside_a_table_of_images_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    import datasets
-
-    from xcompat.data import PairSource
-
-    datasets.Dataset.from_dict({"image": [{"bytes": photo(None), "path": None}], "id": ["a"]}).to_parquet(tmp_path / "a.parquet")
-    (tmp_path / "b.jpg").write_bytes(photo(None))
-    assert len(load_pairs(PairSource(path=str(tmp_path), captions=False))) == 1
-    assert "1 file (b.jpg) is not read" in capsys.readouterr().out.replace("\n", " ")
-
-
 def test_heic_without_its_reader_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from xcompat.data import PairSource, image_files, images
 
     for module in (images, image_files):
         monkeypatch.setattr(module, "can_read_heic", lambda: False)
@@ -320,9 +265,6 @@ def test_heic_is_read() -> None:
 
 
 def test_names_that_are_not_utf8_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    import os
-
-    from xcompat.data import PairSource
 
     (tmp_path / "a.jpg").write_bytes(photo(None))
     try:
