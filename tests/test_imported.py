@@ -138,35 +138,27 @@ def test_without_classes_it_is_compared_by_what_the_new_model_finds(good: bool, 
     assert {trial["name"] for trial in report["trials"]} == {*LINES, IMPORTED}
 
 
-def _other_dimensions(folder: Path, _: dict[str, str]) -> CompatModel:
-    old = describe_old(Fingerprint.from_string("old"), OLD + 1)
-    return ProcrustesModel(ProcrustesConfig(old=old, embedding_dim=NEW))
+def unsolved(dim: int = OLD, **options: Any) -> CompatModel:
+    old = describe_old(Fingerprint.from_string("old"), dim)
+    return ProcrustesModel(ProcrustesConfig(old=old, embedding_dim=NEW, **options))
 
 
-def _of_galleries(folder: Path, _: dict[str, str]) -> CompatModel:
-    return ProcrustesModel(ProcrustesConfig(old=GALLERY, embedding_dim=NEW, direction="old_to_new"))
-
-
-def _whole(folder: Path, folder_of: dict[str, str]) -> CompatModel:
-    return build("xbt", folder_of)
-
-
-def _features(folder: Path, folder_of: dict[str, str]) -> CompatModel:
+def of_features(folder_of: dict[str, str]) -> CompatModel:
     return METHODS["query_map"].from_encoder(folder_of["clip"], old=GALLERY, input="penultimate")
 
 
-UNFIT: dict[str, tuple[Callable[[Path, dict[str, str]], CompatModel], str]] = {
-    "dimensions": (_other_dimensions, f"maps {NEW} to {OLD + 1} dimensions, but the given embeddings have {NEW} and {OLD}"),
-    "galleries": (_of_galleries, "maps galleries, not queries"),
-    "a whole model": (_whole, "embeds images or texts and is not a map"),
-    "features": (_features, "maps penultimate features, not embeddings"),
+UNFIT: dict[str, tuple[Callable[[dict[str, str]], CompatModel], str]] = {
+    "dimensions": (lambda _: unsolved(OLD + 1), f"maps {NEW} to {OLD + 1} dimensions, but the given embeddings have {NEW} and"),
+    "galleries": (lambda _: unsolved(direction="old_to_new"), "maps galleries, not queries"),
+    "a whole model": (lambda folder_of: build("xbt", folder_of), "embeds images or texts and is not a map"),
+    "features": (of_features, "maps penultimate features, not embeddings"),
 }
 
 
 @pytest.mark.parametrize("what", UNFIT)
 def test_maps_that_do_not_fit_are_one_line(what: str, folder_of: dict[str, str], tmp_path: Path) -> None:
     make, said = UNFIT[what]
-    make(tmp_path, folder_of).export(tmp_path / "theirs")
+    make(folder_of).export(tmp_path / "theirs")
     with pytest.raises(XcompatError, match=said):
         mapped(sample(tmp_path), tmp_path / "out", "--start-from", str(tmp_path / "theirs"))
     assert not (tmp_path / "out").exists()
@@ -329,14 +321,12 @@ def _pickled(path: Path) -> None:
 MLP = {"0.weight": FIRST, "0.bias": numbers(9), "2.weight": LAST, "2.bias": BIAS}
 BAD: dict[str, tuple[Any, str]] = {
     "no archive": (lambda path: path.write_bytes(b"not a zip"), "cannot read arrays of numbers from"),
-    "cut short": (lambda path: path.write_bytes(saved(path, {"W": W}).read_bytes()[:-40]), "cannot read arrays of numbers from"),
     "objects": (_pickled, "cannot read arrays of numbers from .*allow_pickle"),
     "a bomb": (_bomb, "contains more than 0 GiB"),
     "NaN": ({"W": W * np.nan}, "W in .* contains NaN or infinite values"),
     "integers": ({"W": W.astype(np.int64)}, "W in .* is int64; weights must be floats"),
     "nothing": ({}, "contains no array; an adapter has W"),
     "another name": ({"W": W, "offset": BIAS}, "contains the unknown array 'offset'"),
-    "a bias twice": ({"W": W, "b": BIAS, "bias": BIAS}, "contains W, b, bias; an adapter has"),
     "one factor": ({"U": U}, "contains U; an adapter has"),
     "dimensions": ({"W": W[1:]}, rf"contains W of \(23, 16\), which cannot map {NEW} to {OLD} dimensions"),
     "factors": ({"U": U[1:], "V": V}, r"contains U of \(23, 5\) and V of \(16, 5\), which cannot map"),
@@ -353,7 +343,6 @@ BAD: dict[str, tuple[Any, str]] = {
     "nothing between": ({"0.weight": FIRST, "1.weight": LAST}, "contains the layers 0, 1; supported networks have"),
     "layers beside": (MLP | {"W": W}, "contains 'W' beside layers of nn.Sequential"),
     "a bias of columns": (MLP | {"0.bias": numbers(9, 1)}, r"0.bias in .* has the shape \(9, 1\); a bias is a row of numbers"),
-    "a bias alone": (MLP | {"2.bias": np.float32(1)}, r"2.bias in .* has the shape \(\); a bias is a row of numbers"),
     "layers that do not fit": (MLP | {"2.weight": LAST[1:]}, r"contains layers of \(9, 24\) and \(15, 9\), which cannot map"),
 }
 
@@ -368,7 +357,7 @@ def test_bad_adapters_are_one_line(what: str, tmp_path: Path, monkeypatch: pytes
         arrays(path)
     else:
         saved(path, arrays)
-    needs = ("another activation", "a norm", "layers that do not fit", "a bias of columns", "a bias alone")
+    needs = ("another activation", "a norm", "layers that do not fit", "a bias of columns")
     given = "relu" if what in needs else None
     with pytest.raises(XcompatError, match=said) as refused:
         read_adapters(path, GALLERY, NEW, given)  # type: ignore[arg-type]
