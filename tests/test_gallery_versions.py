@@ -10,18 +10,16 @@ import numpy as np
 import pytest
 import torch
 from conftest import store
-from schedule import mostly_nightly
 
 from xcompat import Fingerprint, FingerprintMismatchError, XcompatError
 from xcompat.methods import FctConfig, FctModel, OcaModel, ProcrustesConfig, ProcrustesModel, RidgeConfig, RidgeModel
 from xcompat.models import CompatModel
 from xcompat.models.config import describe_old
-from xcompat.models.embedder import load_embedder
 from xcompat.retrieval import Gallery
 from xcompat.retrieval.items import check_items
 from xcompat.retrieval.searching import Candidates, merge_candidates
 from xcompat.retrieval.upgrading import plan_upgrade
-from xcompat.retrieval.versions import stored_version, upgraded_version
+from xcompat.retrieval.versions import stored_version
 
 OLD = Fingerprint.from_string("old")
 D, d, N = 12, 8, 200
@@ -57,12 +55,6 @@ def ids(hits: list[list[Any]]) -> list[list[str]]:
     return [[hit.id for hit in found] for found in hits]
 
 
-def test_queries_of_a_map_search_the_old_gallery_in_its_view(tmp_path: Path) -> None:
-    gallery, model, queries = old_gallery(tmp_path / "g"), query_map(), unit(5, D, 3)
-    view = model.to_space(torch.from_numpy(queries)).detach().numpy()
-    assert ids(gallery.search(queries, model, top_k=4)) == ids(gallery.search(view, OLD, top_k=4))
-
-
 def test_new_items_of_a_map_are_stored_in_the_space_of_the_old_ones(tmp_path: Path) -> None:
     gallery, model = old_gallery(tmp_path / "g"), query_map()
     store(gallery, unit(50, D, 4), numbered(50, "new "), version=model)
@@ -91,16 +83,6 @@ def test_an_expanded_model_is_compared_by_its_first_dimensions(folder_of: dict[s
         gallery.search(unit(1, d, 1), OLD)
 
 
-def test_a_frozen_model_searches_what_it_made(old_folder: str, folder_of: dict[str, str], tmp_path: Path) -> None:
-    embedder, other = load_embedder(old_folder), load_embedder(folder_of["clip"])
-    gallery = Gallery.create(tmp_path / "g", embedder)
-    embeds = embedder.embed(embedder.processor.texts(["a dog", "two cats"]))
-    store(gallery, embeds, ["dog", "cats"])
-    assert ids(gallery.search(embeds, embedder, top_k=1)) == [["dog"], ["cats"]]
-    with pytest.raises(FingerprintMismatchError, match="query with the model that made them"):
-        gallery.search(np.ones((1, embedder.dim)), other)
-
-
 OTHER = Fingerprint.from_string("other")
 REFUSED = "no single model could search embeddings of other@.* and the old@"
 
@@ -118,63 +100,6 @@ def test_replacing_a_part_by_a_foreign_model_is_refused(count: int, tmp_path: Pa
     assert ids(hits) == [["0"]]
     gallery.rollback()
     assert gallery.counts() == {OLD: N}
-
-
-def test_a_replacement_counts_with_all_changes_of_its_commit(tmp_path: Path) -> None:
-    gallery, names = old_gallery(tmp_path / "g"), numbered(N)
-    gallery.add(unit(N, D, 4), names, version=OTHER, replace=True)
-    gallery.add(unit(1, d, 5), ["late"], version=OLD, replace=True)
-    with pytest.raises(FingerprintMismatchError, match=REFUSED):
-        gallery.commit()
-    gallery.remove(["late"])
-    assert gallery.commit() == 2 and gallery.counts() == {OTHER: N}
-    gallery.add(unit(2, d, 6), names[:2], replace=True)  # the model that the gallery was made for is foreign by now
-    with pytest.raises(FingerprintMismatchError, match="embeddings of old@.* and the other@"):
-        gallery.commit()
-    gallery.close()
-    assert gallery.commit() == 2 and Gallery.open(gallery.path).counts() == {OTHER: N}
-
-
-def test_a_part_is_replaced_by_a_model_that_searches_the_rest(tmp_path: Path) -> None:
-    gallery, model = old_gallery(tmp_path / "g"), query_map()
-    store(gallery, unit(20, D, 4), numbered(20), version=model, replace=True)
-    assert gallery.counts() == {OLD: N - 20, model.stored_fingerprint(): 20}
-    store(gallery, unit(3, d, 7), ["0", "1", "2"], version=OLD, replace=True)
-    assert gallery.counts() == {OLD: N - 17, model.stored_fingerprint(): 17}
-
-
-def test_photos_turned_by_orientation_do_not_mix_with_others(tmp_path: Path, old_folder: str) -> None:
-    embedder = load_embedder(old_folder)
-    before = Fingerprint.from_string("the same model before EXIF orientation was applied")
-    gallery, embeds = Gallery.create(tmp_path / "g", before, dim=embedder.dim), unit(4, embedder.dim, 0)
-    store(gallery, embeds, list("abcd"))
-    gallery.add(embeds[:2], ["a", "b"], version=embedder, replace=True)
-    with pytest.raises(FingerprintMismatchError, match="no single model could search"):
-        gallery.commit()
-    store(gallery, embeds[2:], ["c", "d"], version=embedder, replace=True)
-    assert gallery.versions == [embedder.fingerprint]
-
-
-@pytest.mark.parametrize("dtype", mostly_nightly([torch.float16, torch.bfloat16], torch.bfloat16.__eq__))
-def test_half_precision_maps_queries_and_galleries_as_float32_does(dtype: torch.dtype, tmp_path: Path) -> None:
-    """What one precision has stored the other searches: a precision is no other model."""
-    queries = unit(5, D, 3)
-    for name, whole in (("queries", query_map()), ("galleries", gallery_map())):
-        whole.save_pretrained(tmp_path / name)
-        half = type(whole).from_pretrained(tmp_path / name, dtype=dtype)
-        assert half.dtype == dtype
-        found = []
-        for number, (stored_by, searched_by) in enumerate([(whole, whole), (half, whole), (whole, half), (half, half)]):
-            gallery = old_gallery(tmp_path / f"{name}-{number}")
-            if whole.maps_galleries:
-                gallery.upgrade(stored_by)
-            else:
-                store(gallery, queries[:2], ["first", "second"], version=stored_by)
-            hits = gallery.search(queries, searched_by, top_k=1, merge="raw")
-            found.append(([hit[0].id for hit in hits], [hit[0].score for hit in hits]))
-        for top, scores in found[1:]:
-            assert top == found[0][0]
-            np.testing.assert_allclose(scores, found[0][1], atol=1e-2)
 
 
 def solved_gallery_map() -> RidgeModel:
@@ -248,18 +173,6 @@ def test_an_upgrade_that_was_cut_off_goes_on_where_it_was(tmp_path: Path, monkey
     assert not list(again.path.glob("upgrade-*.json"))
 
 
-JOURNALS = ["", "[1]", '{"generation": 1}', '{"generation": 1, "records": 5}', '{"generation": "x"}']
-
-
-@pytest.mark.parametrize("said", mostly_nightly(JOURNALS, ("", "[1]").__contains__))
-def test_a_journal_that_cannot_be_read_is_begun_anew(said: str, tmp_path: Path) -> None:
-    gallery, model = old_gallery(tmp_path / "g"), gallery_map()
-    digest = upgraded_version(model).digest
-    (gallery.path / f"upgrade-{digest[:16]}.json").write_text(said)
-    assert gallery.upgrade(model) == N == len(gallery) and gallery.damage() == []
-    assert not list(gallery.path.glob("upgrade-*.json"))
-
-
 def test_a_resumed_upgrade_does_not_revive_what_was_removed_meanwhile(
     tmp_path: Path, interrupt_upgrade: Callable[[Gallery, CompatModel, int], None]
 ) -> None:
@@ -270,27 +183,6 @@ def test_a_resumed_upgrade_does_not_revive_what_was_removed_meanwhile(
     again.commit()
     again.upgrade(model, batch_size=50)
     assert len(again) == N - 1 and "5" not in {row for segment in again.segments for row in segment.ids(segment.present())}
-
-
-def test_side_information_goes_in_and_the_new_one_comes_out(tmp_path: Path) -> None:
-    side, new_side = describe_old(Fingerprint.from_string("side"), 3), describe_old(Fingerprint.from_string("new side"), 5)
-    model = gallery_map(side_info=side, new_side_info=new_side)
-    gallery = store(
-        Gallery.create(tmp_path / "g", OLD, dim=d),
-        unit(20, d, 0),
-        numbered(20),
-        side_info_NS=unit(20, 3, 1),
-    )
-    gallery.upgrade(model)
-    old, psi = torch.from_numpy(unit(20, d, 0)), torch.from_numpy(unit(20, 3, 1))
-    with torch.inference_mode():
-        rows = np.arange(20)
-        np.testing.assert_allclose(gallery.segments[0].vectors(rows), model.upgrade(old, psi).numpy(), atol=1e-6)
-        np.testing.assert_allclose(gallery.segments[0].side_info(rows), model.upgrade_side(old, psi).numpy(), atol=1e-6)
-    bare = old_gallery(tmp_path / "bare")
-    with pytest.raises(XcompatError, match="was trained with side-information"):
-        bare.upgrade(model)
-    assert bare.damage() == [] and bare.versions == [OLD]
 
 
 def test_what_newer_models_stored_in_the_old_space_is_mapped_with_it(tmp_path: Path) -> None:
@@ -356,8 +248,7 @@ def test_what_cannot_be_upgraded_is_refused(tmp_path: Path) -> None:
     assert plan.items == N and plan.nbytes == N * D * 4 and gallery.versions == [OLD]
 
 
-@pytest.mark.parametrize("wrapped", [False, True])
-@pytest.mark.parametrize("factory", ["Flat", "IVF4,Flat", "HNSW8"])
+@pytest.mark.parametrize(("factory", "wrapped"), [("Flat", True), ("IVF4,Flat", False), ("HNSW8", False)])
 def test_a_faiss_index_is_adopted_where_it_is(factory: str, wrapped: bool, tmp_path: Path) -> None:
     import faiss
 
@@ -402,26 +293,7 @@ def test_an_index_that_does_not_fit_is_not_adopted(tmp_path: Path) -> None:
     assert gallery.metric == "l2" and ids(gallery.search(unit(5, d, 0)[[2]], OLD, top_k=1)) == [["2"]]
 
 
-def two_versions(offset: float) -> tuple[list[Candidates], np.ndarray]:
-    """Return what 20 queries find in two halves of the same scores, the second of which is shifted and stretched."""
-    scores = np.sort(np.random.default_rng(0).normal(size=(20, 160)).astype(np.float32), axis=1)[:, ::-1]
-    halves = []
-    for number, stretch in ((0, 1.0), (1, 0.2)):
-        mine = scores[:, number::2] * stretch + offset * number
-        rows = np.tile(np.arange(80), (20, 1))
-        halves.append(Candidates(mine, np.full_like(rows, number), rows, mine))
-    return halves, scores
-
-
-def test_standardised_scores_undo_a_shift_and_a_stretch() -> None:
-    halves, _ = two_versions(5.0)
-    _, raw, *_ = merge_candidates(halves, 10, "raw")
-    _, standardised, *_ = merge_candidates(halves, 10, "standardised")
-    assert (raw == 1).all(), "raw scores see one version alone"
-    assert 0.3 < standardised.mean() < 0.7
-
-
-@pytest.mark.parametrize("count", [1, 2, 3, 5, 20, 63, 64])
+@pytest.mark.parametrize("count", [1, 2, 20, 64])
 @pytest.mark.parametrize("metric", ["cosine", "l2"])
 def test_the_first_items_of_a_new_model_are_found(count: int, metric: str, tmp_path: Path) -> None:
     gallery, dim = Gallery.create(tmp_path / "g", OLD, dim=32, metric=metric), 64
