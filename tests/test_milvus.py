@@ -16,9 +16,7 @@ import xcompat.stores
 from xcompat import Fingerprint, XcompatError
 from xcompat.methods import RidgeModel
 from xcompat.retrieval import Gallery
-from xcompat.retrieval.manifest import Manifest, write_manifest
 from xcompat.retrieval.milvus_index import connect
-from xcompat.retrieval.versions import stored_version
 from xcompat.stores import Store, migration
 from xcompat.stores.mapping import Mapping
 
@@ -119,28 +117,6 @@ def half_written(folder: Path) -> int:
     return len(indexes)
 
 
-def test_every_verb_works_after_milvus_lite_has_ended(tmp_path: Path, vectors: np.ndarray, model: RidgeModel) -> None:
-    """The command line runs one verb in a process, and Milvus Lite releases all collections when its process ends."""
-    file, mapping = str(tmp_path / "milvus.db"), Mapping(model)
-    with closing(pymilvus.MilvusClient(file)) as client:
-        MilvusPlace(f"milvus://{file}", client).fill(vectors)
-
-    def restarted() -> Store:
-        server_manager_instance.release_server(file)
-        return xcompat.stores.open(f"milvus://{file}?collection=items&field=vector")
-
-    restarted().name_model("items", OLD)
-    migration.start(restarted(), mapping)
-    assert migration.status(restarted()) == (migration.migration_of(restarted()), 0)
-    assert migration.verify(restarted(), mapping).passed
-    migration.switch(restarted(), mapping)
-    migration.rollback(restarted())
-    migration.switch(restarted(), mapping)
-    migration.finish(restarted())
-    assert restarted().describe()["fingerprint"] == mapping.target[0].digest
-    assert restarted().search(mapping(vectors[3:4]), 1)[0][0].id == "3"
-
-
 @pytest.mark.parametrize("name", ["items", "an_alias"])
 def test_an_index_that_a_killed_process_left_in_half_is_made_anew(tmp_path: Path, vectors: np.ndarray, name: str) -> None:
     with closing(pymilvus.MilvusClient(str(tmp_path / "milvus.db"))) as client:
@@ -184,13 +160,6 @@ def test_who_asks_a_server_is_kept_in_no_gallery(tmp_path: Path, monkeypatch: py
     connect(str(tmp_path / "milvus.db"))
     assert asked[1:] == [("http://me:other@milvus:19530", ""), (str(tmp_path / "milvus.db"), "")]
     connect.cache_clear()
-
-
-def test_a_gallery_of_an_earlier_version_with_a_password_still_opens(tmp_path: Path) -> None:
-    manifest = Manifest(metric="cosine", milvus="http://me:other@milvus:19530", versions=(stored_version(OLD, OLD_DIM),))
-    (tmp_path / "gallery").mkdir()
-    write_manifest(tmp_path / "gallery", manifest)
-    assert Gallery.open(tmp_path / "gallery").manifest.milvus == manifest.milvus
 
 
 def test_an_alias_is_switched_at_once_and_back(place: MilvusPlace, vectors: np.ndarray, model: RidgeModel) -> None:

@@ -6,7 +6,7 @@ No server runs here: qdrant_server.py stands in for one.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from uuid import UUID
@@ -186,26 +186,6 @@ def test_a_second_migration_counts_by_its_own_copies(server: Server, vectors: np
         migration.finish(store)
     assert store.spaces().keys() == {"items"} and store.count() == N
     assert [found.name for found in server.client.get_collections().collections] == ["items_v3"]
-
-
-def test_last_writes_are_kept(server: Server, vectors: np.ndarray, mapping: Mapping, monkeypatch: pytest.MonkeyPatch) -> None:
-    server.client.create_collection("items_v1", models.VectorParams(size=OLD_DIM, distance=models.Distance.COSINE))
-    server.client.upload_collection("items_v1", vectors, ids=range(N))
-    alias(server.client)
-    store = opened(address(server))
-    migration.start(store, mapping, "items_v2")
-    migration.verify(store, mapping)
-    switched: Callable[[str], None] = store.switch
-
-    def late(space: str) -> None:
-        switched(space)  # the server was asked before, and answers afterwards
-        server.client.upsert("items_v1", [models.PointStruct(id=100, vector=vectors[5].tolist(), payload={"late": True})])
-        server.client.delete("items_v1", [3])
-
-    monkeypatch.setattr(store, "switch", late)
-    migration.switch(store, mapping)
-    found = {hit.id for hit in store.search(mapping(vectors[:1]), N + 1)[0]}
-    assert found == {str(row) for row in range(N) if row != 3} | {"100"}
 
 
 @pytest.mark.parametrize("call", ["delete_payload", "update_collection", "delete_collection"])
