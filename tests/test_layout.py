@@ -11,9 +11,6 @@ from pathlib import Path
 
 import grimp
 
-import xcompat
-from xcompat.methods import METHODS
-
 ROOT = Path(__file__).resolve().parents[1]
 MODULES = sorted((ROOT / "xcompat").rglob("*.py"))
 LONGEST_FILE = 600
@@ -53,7 +50,7 @@ def test_what_only_one_layer_may_know_stays_there() -> None:
 
 
 def test_every_dependency_is_imported_and_every_import_is_a_dependency() -> None:
-    """The names differ for a few; everything else is its own."""
+    """The names differ for a few. The extra gpu brings one faiss: each overwrites the other's files."""
     called = (
         {"PIL": "pillow", "pillow_heif": "pillow-heif", "yaml": "pyyaml", "sklearn": "scikit-learn", "faiss": "faiss-cpu"}
         | {"open_clip": "open_clip_torch", "fontTools": "fonttools", "sentence_transformers": "sentence-transformers"}
@@ -74,19 +71,6 @@ def test_every_dependency_is_imported_and_every_import_is_a_dependency() -> None
     both = project["dependencies"], optional
     known, extra = ({re.split("[>[]", requirement)[0] for requirement in listed} for listed in both)
     assert known <= third_party and third_party - known <= extra and set(optional) <= set(extras["dev"])
-
-
-def test_the_extra_gpu_brings_one_faiss() -> None:
-    """Each faiss overwrites the other's files, and pip can leave out nothing that the package itself asks for."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    extras = project["optional-dependencies"]
     asked = project["dependencies"], extras["cpu"], extras["gpu"]
     faiss = [[name for name in names if name.startswith("faiss")] for names in asked]
     assert faiss == [[], ["faiss-cpu>=1.15"], ["faiss-gpu>=1.15"]]
-
-
-def test_the_package_shows_every_class_of_a_method() -> None:
-    for method in METHODS.values():
-        for name, found in ((method.__name__, method), (method.config_class.__name__, method.config_class)):
-            assert name in dir(xcompat) and getattr(xcompat, name) is found
-    assert "CompatConfig" in dir(xcompat) and not hasattr(xcompat, "NoSuchModel")

@@ -36,9 +36,6 @@ def section(page: str, name: str) -> str:
 
 def test_every_method_has_a_page_and_a_picture_and_nothing_else_has() -> None:
     assert set(PAGES) == set(PICTURES) == {path.stem for path in FOLDER.glob("*.svg")} == set(METHODS)
-
-
-def test_the_overview_leads_to_every_page() -> None:
     assert sorted(re.findall(r"^\| \[`(\w+)`\]\(methods/\1\.md\) \|", OVERVIEW, re.MULTILINE)) == sorted(METHODS)
 
 
@@ -49,32 +46,23 @@ def test_every_page_has_the_same_parts(method: str) -> None:
     assert all(section(page, name).strip() for name in SECTIONS)
     ((described, file),) = re.findall(r"!\[(.+)\]\((.+)\)", page)
     assert file == f"{method}.svg" and len(described) > 60, "the picture in words, for whoever does not see it"
+    equations = re.findall(r"```math\n(.*?)```", page, re.DOTALL)
+    assert equations and not [each for each in equations if "\\" in convert(each)], "a command that latex2mathml does not know"
+    assert "$" not in page, "inline equations are words"
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_pictures_are_up_to_date(method: str) -> None:
+def test_pictures_are_up_to_date_and_show_what_the_method_does(method: str) -> None:
     """They are the same bytes whenever they are drawn; `python docs/pictures.py` draws them anew."""
-    assert (FOLDER / f"{method}.svg").read_bytes() == as_svg(PICTURES[method])
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_a_picture_shows_what_the_method_does_to_galleries(method: str) -> None:
     picture, model = PICTURES[method], METHODS[method]
+    assert (FOLDER / f"{method}.svg").read_bytes() == as_svg(picture)
     assert (len(picture.gallery) > 1) == model.maps_galleries_with({}), "mapped once, or left as it is"
     states = {part.state for line in picture.lanes for part in line.parts}
     assert ("solved" in states) == model.is_solved and bool(states & {"trained", "adapted"}) != model.is_solved
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_equations_are_drawn(method: str) -> None:
-    """latex2mathml, which the site draws them with, leaves a command that it does not know as it is."""
-    equations = re.findall(r"```math\n(.*?)```", PAGES[method], re.DOTALL)
-    assert equations and not [equation for equation in equations if "\\" in convert(equation)]
-    assert "$" not in PAGES[method], "inline equations are words"
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_options_are_those_of_the_method(method: str) -> None:
+def test_options_and_columns_are_those_of_the_method(method: str) -> None:
     assert options.with_table(PAGES[method], options.table_of(method)) == PAGES[method]
     listed = re.findall(r"^\| `(\w+)` \| `(.*?)` \| (.+) \|$", section(PAGES[method], "Options"), re.MULTILINE)
     linked = re.findall(r"^\[Shared options\].*", section(PAGES[method], "Options"), re.MULTILINE)
@@ -82,6 +70,10 @@ def test_options_are_those_of_the_method(method: str) -> None:
     of_all, for_some = (re.findall(r"^\| `(\w+)` \| `.*?` \| .+ \|$", part, re.MULTILINE) for part in OPTIONS_OF_MANY)
     assert set(shared) <= set(for_some)
     assert sorted([*(name for name, _, _ in listed), *shared, *of_all]) == sorted(usual_options(method))
+    model = METHODS[method]
+    (told,) = re.findall(r"^\| Data \|(.*)\|$", section(PAGES[method], "When to use it"), re.MULTILINE)
+    needed = {*model.columns, *model.columns_if_known} | ({"labels"} if issubclass(model, ClassifiedModel) else set())
+    assert set(re.findall(r"`(\w+)`", told)) & COLUMNS == needed
 
 
 def test_generated_files_are_up_to_date() -> None:
@@ -95,14 +87,6 @@ def test_an_option_is_told_by_the_nearest_docstring() -> None:
     assert told["compat_weight"] == "the paper's λ1." and told["old_scale"].startswith("factor on cosines")
     assert "| `classified` | `new_part` | the new classifier's input" in options.table_of("bt2")
     assert options.shared_table().count("`triplet`") == 1, "choices that the docstring does not name"
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_columns_are_those_of_the_method(method: str) -> None:
-    model = METHODS[method]
-    (told,) = re.findall(r"^\| Data \|(.*)\|$", section(PAGES[method], "When to use it"), re.MULTILINE)
-    needed = {*model.columns, *model.columns_if_known} | ({"labels"} if issubclass(model, ClassifiedModel) else set())
-    assert set(re.findall(r"`(\w+)`", told)) & COLUMNS == needed
 
 
 @pytest.mark.parametrize("method", mostly_nightly(METHODS, ("bct", "whitened").__contains__))

@@ -123,19 +123,6 @@ def test_all_equal_scores_do_not_score() -> None:
     assert first_hit_ranks(np.ones((1, 3)), np.ones((5, 3)), ["a"], list("aaabb")).tolist() == [2]
 
 
-def test_recall_equals_torchmetrics_hit_rate() -> None:
-    from torchmetrics.retrieval import RetrievalHitRate
-
-    queries, gallery, query_ids, gallery_ids = random_problem(3, 40, 90, 16, 12)
-    scores = torch.nn.functional.normalize(torch.tensor(queries)) @ torch.nn.functional.normalize(torch.tensor(gallery)).T
-    hits = torch.tensor(query_ids[:, None] == gallery_ids[None])
-    rows = torch.arange(40)[:, None].expand(40, 90)
-    recall = recall_at_k(queries, gallery, query_ids, gallery_ids)
-    for k, value in recall.items():
-        oracle = RetrievalHitRate(top_k=k, empty_target_action="skip")(scores.flatten(), hits.flatten(), rows.flatten())
-        assert value == pytest.approx(float(oracle), abs=1e-6)
-
-
 def test_queries_without_a_match_are_dropped() -> None:
     assert recall_at_k(np.eye(3), np.eye(3), ["a", "b", "z"], ["a", "b", "c"], ks=(1,)) == {1: 1.0}
     with pytest.raises(XcompatError, match="no query id occurs"):

@@ -12,8 +12,6 @@ from torch.nn import functional as F
 
 from xcompat import Fingerprint, MiniVec2VecConfig, MiniVec2VecModel, XcompatError
 from xcompat.models import describe_old
-from xcompat.models.closed_form import LeastSquaresModel
-from xcompat.training.stage_recipe import method_class
 
 DIM, ROWS = 8, 600
 UNMATCHED = "the two spaces do not match: maps from two halves of the data agree by a cosine of .*, and 0.8 is needed"
@@ -73,7 +71,3 @@ def test_too_few_embeddings_and_sizes_below_one_are_refused() -> None:
         model().fit([(cloud(0)[:3], rotated()[:3].repeat(2, 1))])
     with pytest.raises(XcompatError, match="options.rounds is 0; give a number from 1"):
         MiniVec2VecModel(MiniVec2VecConfig(old=describe_old(Fingerprint.from_string("old"), 5), embedding_dim=DIM, rounds=0))
-
-
-def test_it_never_sees_the_moments_of_pairs() -> None:
-    assert not issubclass(method_class("mini_vec2vec"), LeastSquaresModel)

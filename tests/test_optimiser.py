@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from torch import nn
 from transformers import Adafactor
 from transformers.training_args import OptimizerNames
 
+from xcompat import XcompatError
 from xcompat.training.optimiser import OPTIMISERS, OptimiserFactory, check_optimiser, class_of, in_transformers, with_momentum
 from xcompat.training.stage_recipe import StageRecipe
 from xcompat.training.trainer import _optimiser, training_arguments
@@ -114,6 +116,8 @@ def test_lars_is_that_of_simclr(tmp_path: Path) -> None:
     momenta = {name: torch.zeros_like(parameter) for name, parameter in weights.items()}
     arguments = training_arguments(stage, 0, tmp_path)
     built = _optimiser(arguments, stage)
+    with pytest.raises(XcompatError, match="simclr: training.adam_beta1: .* ignores it"):
+        _optimiser(replace(arguments, adam_beta1=0.5), stage)
     optimiser = built.pop("optimiser")
     step = OptimiserFactory()(trained, optimiser=optimiser, **built)
     for number in range(2):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
 import torch
 from conftest import TEXTS
 from PIL import Image
+from pydantic import TypeAdapter, ValidationError
 from schedule import METHOD_OF_EACH_KIND, mostly_nightly_rows
 from test_models import CLASSES, OLD, OLDER, shake, unit
 
@@ -28,63 +29,42 @@ ALWAYS: dict[str, dict[str, Any]] = {
     "mini_vec2vec": {"clusters": 4, "runs": 2, "rounds": 2, "neighbours": 3, "least_agreement": -1.0},
 }
 """What a method is given beside the option, so that a few random rows are enough for it."""
-VALUES: dict[str, tuple[Any, dict[str, Any]]] = {
-    **dict.fromkeys(("adversarial_weight", "alignment_weight", "angle_weight", "boundary_weight", "class_weight"), (3.0, {})),
-    **dict.fromkeys(("compat_weight", "feature_weight", "independent_weight", "kl_weight", "logit_weight"), (3.0, {})),
-    **dict.fromkeys(("norm_ratio", "old_scale", "old_weight", "pull", "regularisation", "scale", "similarity_weight"), (3.0, {})),
-    **dict.fromkeys(("bank_size", "bottleneck", "neighbours", "paths", "rank"), (2, {})),
-    **dict.fromkeys(("blocks", "crops", "seed", "topk_negatives"), (1, {})),
-    **dict.fromkeys(("batch_norm", "binarise", "centre", "random_start"), (True, {})),
-    **dict.fromkeys(("extra_dim", "hidden", "rounds", "runs"), (3, {})),
-    **dict.fromkeys(("max_entropy", "noise_std", "smoothing", "temperature"), (0.3, {})),
-    **dict.fromkeys(("keep", "mixup", "propagation"), (0.5, {})),
-    **dict.fromkeys(("source_power", "target_power"), (0.25, {})),
-    "adapters": ({"prompts": 1}, {}),
-    "classified": ("whole", {}),
-    "clusters": (5, {}),
-    "crop_scale": (0.2, {"crops": 1}),
-    "crop_size": (16, {"crops": 1}),
-    "damping": (1.0, {}),
-    "dim": (9, {}),
-    "direction": ("old_to_new", {}),
-    "head": ("cosface", {}),
-    "head_margin": (0.2, {"head": "cosface"}),
-    "head_scale": (7.0, {"head": "normalized_softmax"}),
-    "input": ("penultimate", {}),
-    "least_agreement": (1.0, {}),
-    "logit_scale": (5.0, {}),
-    "loss": ("cosine", {}),
-    "margin": (1.5, {}),
-    "metric": ("l2", {}),
-    "mixed_share": (0.6, {}),
-    "mixer_width": (8, {}),
-    "norm": ("layer", {}),
-    "old_weights": ("both", {}),
-    "refresh_at": ([0.5], {}),
-    "sample": (32, {}),
-    "shape": ("residual", {}),
-    "start": ("ridge", {}),
-    "steepness": (2.0, {"threshold": 0.1}),
-    "strength": (0.1, {}),
-    "threshold": (0.1, {}),
-    "train_encoder": ("all", {}),
-    "train_projection": ("none", {"adapters": {"prompts": 1}}),
-    "transform": ("none", {}),
-    "triplet_margin": (0.7, {"triplet_weight": 1.0}),
-    "triplet_weight": (1.0, {}),
-    "variant": ("low_rank", {}),
+VALUES: dict[str, Any] = {
+    **dict.fromkeys(("extra_dim", "rounds", "runs"), 3),
+    **dict.fromkeys(("clusters", "mixer_width"), 6),
+    **dict.fromkeys(("crop_scale", "threshold"), 0.1),
+    **dict.fromkeys(("crop_size", "sample"), 16),
+    "adapters": {"prompts": 1},
+    "dim": 9,
+    "head": "cosface",
+    "least_agreement": 1.0,
+    "mixed_share": 0.6,
+    "old_weights": "both",
+    "propagation": 0.5,
+    "refresh_at": [0.5],
+    "train_encoder": "all",
+    "transform": "none",
+    "variant": "low_rank",
 }
-"""A value of each option under which something must change, and what is set beside it."""
+"""Values under which something must change, where the first valid one that is not the default is none."""
+BESIDE: dict[str, dict[str, Any]] = {
+    "crop_scale": {"crops": 1},
+    "crop_size": {"crops": 1},
+    "head_margin": {"head": "cosface"},
+    "head_scale": {"head": "normalized_softmax"},
+    "steepness": {"threshold": 0.1},
+    "train_projection": {"adapters": {"prompts": 1}},
+    "triplet_margin": {"triplet_weight": 1.0},
+}
+"""What is set beside an option, so that it matters."""
 OF_METHOD: dict[tuple[str, str], tuple[Any, dict[str, Any]]] = {
     ("bt2", "dim"): (18, {}),
     ("bt2", "extra_dim"): (5, {}),
     ("drift_adapter", "rank"): (2, {"variant": "low_rank"}),
     ("fct", "logit_scale"): (5.0, {"loss": "kl"}),
-    ("fct", "loss"): ("kl", {}),
     ("geometry_residual", "margin"): (1.5, {}),
-    ("mixbct", "head_scale"): (7.0, {}),
+    ("mixbct", "head_scale"): (3.0, {}),
     ("procrustes", "scale"): (True, {"centre": True}),
-    ("rbt", "start"): ("identity", {}),
     ("xbt", "train_projection"): ("all", {}),
 }
 SWITCHED_OFF: dict[tuple[str, str], list[dict[str, Any]]] = {
@@ -127,7 +107,21 @@ ELSEWHERE = {
 
 
 def chosen(method: str, option: str) -> tuple[Any, dict[str, Any]]:
-    return OF_METHOD.get((method, option), VALUES[option])
+    """Return a value of an option under which something must change, and what is set beside it."""
+    if (method, option) in OF_METHOD:
+        return OF_METHOD[method, option]
+    hint = get_type_hints(METHODS[method].config_class, localns={"torch": torch}, include_extras=True)[option]
+    choices = get_args(hint) if get_origin(hint) is Literal else (True, 3.0, 0.3, 2)
+    tried = [VALUES[option]] if option in VALUES else choices
+    return next(value for value in tried if fits(hint, value) and value != usual_options(method)[option]), BESIDE.get(option, {})
+
+
+def fits(hint: Any, value: Any) -> bool:
+    try:
+        TypeAdapter(hint).validate_python(value, strict=True)
+    except ValidationError:
+        return False
+    return True
 
 
 def made(method: str, folder: str, images: list[Image.Image], options: dict[str, Any]) -> str:
@@ -201,5 +195,5 @@ def test_an_option_that_others_switch_off_is_refused(method: str, option: str) -
 
 
 def test_no_option_is_forgotten() -> None:
-    assert {option for _, option in ALL} == set(VALUES)
+    assert VALUES.keys() | BESIDE.keys() <= {option for _, option in ALL}
     assert NEVER | ELSEWHERE.keys() | SWITCHED_OFF.keys() | OF_METHOD.keys() <= set(ALL)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -98,7 +99,12 @@ def test_a_changed_file_is_a_changed_recipe(tmp_path: Path) -> None:
     assert record.differences(record.dump_settings(settings, seed=3), begun, False) == [f"code.{file}:Grey"]
 
 
-def test_a_recipe_trains_a_module_from_a_file(tmp_path: Path, images: list[Image.Image]) -> None:
+def test_a_recipe_trains_a_module_from_a_file(
+    tmp_path: Path,
+    images: list[Image.Image],
+    run_xcompat: Callable[..., tuple[int, str, str]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """An encoder is one file and no other line, and a later stage continues from it."""
     (tmp_path / "net.py").write_text(NET, encoding="utf-8")
     for number in range(8):
@@ -115,5 +121,6 @@ def test_a_recipe_trains_a_module_from_a_file(tmp_path: Path, images: list[Image
     assert (tmp_path / "runs/own/second/model/model.safetensors").is_file()
     raw["stages"][0]["new"]["model"]["model_type"] = "nets.py:TinyNet"
     (tmp_path / "own.yaml").write_text(yaml.safe_dump(raw), encoding="utf-8")
-    done = warm.run("-m", "xcompat", "train", "own.yaml", folder=tmp_path)
-    assert done.returncode == 2 and "nets.py does not exist" in done.stderr and done.stderr.count("\n") == 1, done.stderr
+    monkeypatch.chdir(tmp_path)
+    code, _, said = run_xcompat("train", "own.yaml")
+    assert code == 2 and "nets.py does not exist" in said and said.count("\n") == 1, said

@@ -55,13 +55,10 @@ def test_costs_are_those_of_a_calculation_by_hand(report: Report) -> None:
     assert [way.milliseconds for way in plan.ways] == [500, 500, 1000, 3000, 500]
     assert [way.hours for way in plan.ways] == pytest.approx([0, 0, 0, 0, 1000 / 2 / 3600])
     assert [way.price for way in plan.ways] == pytest.approx([0.21, 0.21, 0.42, 1.26, 3.21])
+    many = {way.name: way for way in plan_ways(report, Traffic(1000, 10**6)).ways}["re-rank 5"]
+    assert many.in_all == 30 * 10**6 + 1000 and many.milliseconds is None, "no item is embedded twice"
     index = 1000 * OLD_DIM * 4
     assert [way.stored_bytes for way in plan.ways] == [index, index, index, index + 350 * (NEW_DIM * 4 + 48), 1000 * NEW_DIM * 4]
-
-
-def test_a_re_ranking_embeds_no_item_twice(report: Report) -> None:
-    found = {way.name: way for way in plan_ways(report, Traffic(1000, 10**6)).ways}
-    assert found["re-rank 5"].in_all == 30 * 10**6 + 1000 and found["re-rank 5"].milliseconds is None
 
 
 def test_the_share_of_the_gain_and_what_is_missing_are_said(report: Report) -> None:

@@ -140,15 +140,12 @@ def test_nothing_changes_with_gradients_or_a_mask() -> None:
     assert plain.requires_grad and not torch.allclose(plain, holed, atol=1e-3)
 
 
-@pytest.mark.parametrize("name", ["blip", "open_clip", "resnet", "siglip", "siglip2", "vision-text-dual-encoder"])
-def test_other_encoders_say_no(name: str) -> None:
-    encoder, _ = stand_in(name)
-    assert not encoder.shares_prefixes
-    with shared_prefixes(encoder):
-        assert "text_features" not in vars(encoder)
-
-
-def test_clip_says_yes_when_it_is_frozen_and_takes_masks() -> None:
+def test_only_a_frozen_clip_that_takes_masks_shares_prefixes() -> None:
+    for name in ("blip", "open_clip", "resnet", "siglip", "siglip2", "vision-text-dual-encoder"):
+        encoder, _ = stand_in(name)
+        assert not encoder.shares_prefixes
+        with shared_prefixes(encoder):
+            assert "text_features" not in vars(encoder)
     encoder = clip()
     assert encoder.shares_prefixes and not encoder.train().shares_prefixes
     encoder.eval().model.text_model.config._attn_implementation = "flex_attention"

@@ -154,13 +154,6 @@ def test_any_view_wears_it_and_what_is_stored_does_not(method: str, tmp_path: Pa
     assert again.remember(None).fingerprint() == before and torch.equal(again.to_space(embeds), own)
 
 
-def test_two_memories_are_two_models() -> None:
-    prints = {
-        wearing("procrustes").remember(memory).fingerprint().digest for memory in (filled(), filled(share=0.6), filled(seed=1))
-    }
-    assert len(prints) == 3
-
-
 def test_few_cosines_are_in_memory_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     memory, shapes = filled(), []
     new, own = torch.from_numpy(unit(7, NEW, 7)), torch.from_numpy(unit(7, OLD, 8))
@@ -209,12 +202,9 @@ def test_settings_that_are_none_are_refused(settings: Any, said: str) -> None:
         wearing("procrustes", memory=settings)
 
 
-def test_what_has_no_old_space_remembers_nothing() -> None:
+def test_a_memory_that_does_not_fit_is_refused() -> None:
     with pytest.raises(XcompatError, match="has no old space for a memory"):
         METHODS["independent"](METHODS["independent"].config_class(embedding_dim=NEW, memory=filled().settings))
-
-
-def test_a_memory_of_other_dimensions_is_refused() -> None:
     with pytest.raises(XcompatError, match="from 12 to 8 dimensions does not fit ProcrustesModel, which maps 8 to 12"):
         wearing("procrustes", direction="old_to_new").remember(filled())
     with pytest.raises(XcompatError, match="from 8 to 12 dimensions does not fit RidgeModel, which maps 12 to 8"):
