@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,9 +11,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-import safetensors.torch
 import torch
-import yaml
 from data_layouts.images import write_classes
 from hypothesis import given
 from hypothesis import strategies as st
@@ -25,14 +23,13 @@ from torch.nn import functional as F
 from transformers import AutoModel
 
 from xcompat import Fingerprint, FingerprintMismatchError, XcompatError
-from xcompat.data import Augmentation, EmbeddingPairDataset, LabelledSource, PairCollator, load_labelled, open_image
+from xcompat.data import Augmentation, LabelledSource, PairCollator, load_labelled
 from xcompat.data.schema import IMAGE, SEED
 from xcompat.evaluation import EmbeddedImages, EvaluatedModels, cmc
 from xcompat.heads import ForwardTransform, ResidualBottleneck
 from xcompat.losses import alignment, classifier_kl_loss, nt_xent_loss
 from xcompat.methods import (
     METHODS,
-    DriftAdapterConfig,
     DriftAdapterModel,
     FastfillConfig,
     FastfillModel,
@@ -47,24 +44,21 @@ from xcompat.methods import (
     LceModel,
     RbtConfig,
     RbtModel,
-    ResidualMlpConfig,
     ResidualMlpModel,
     SimClrModel,
     lce,
 )
-from xcompat.models import describe_old
+from xcompat.models import CompatModel, describe_old
 from xcompat.models.closed_form import ClosedFormModel, Moments, readable_pairs, solve_procrustes, solve_ridge
 from xcompat.models.embedder import load_embedder
 from xcompat.models.old_knowledge import OldKnowledge
 from xcompat.outputs import Views
 from xcompat.report import load_report
 from xcompat.retrieval import Gallery
-from xcompat.training.from_embeddings import map_and_data
 from xcompat.training.model_evaluation import evaluate_cases, side_info_of
 from xcompat.training.recipe import Recipe, parse_recipe
 from xcompat.training.run import embed_recipe, run_recipe
 from xcompat.training.sections import EvaluationSettings
-from xcompat.training.stage import Stage
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 OLD = describe_old(Fingerprint.from_string("old"), dim=6)
@@ -117,13 +111,6 @@ def test_no_map_of_its_rank_has_a_smaller_ridge_loss(rank: int, seed: int, regul
         assert loss <= ridge_loss((first @ second, full[1]), data, regularisation) + 1e-12
 
 
-def test_cutting_singular_values_is_worse_where_variances_differ() -> None:
-    full, reduced = solve_ridge(moments(), 0.01), solve_ridge(moments(), 0.01, 2)
-    left, values, right = torch.linalg.svd(full[0], full_matrices=False)
-    truncated = left[:, :2] * values[:2] @ right[:2]
-    assert ridge_loss(reduced, moments(), 0.01) < ridge_loss((truncated, full[1]), moments(), 0.01) - 1e-3
-
-
 @pytest.mark.parametrize("method", ["procrustes", "ridge"])
 def test_a_closed_form_maps_galleries_as_it_maps_queries_with_both_spaces_exchanged(method: str) -> None:
     def made(dim: int, old_dim: int, direction: str) -> ClosedFormModel:
@@ -140,13 +127,6 @@ def test_a_closed_form_maps_galleries_as_it_maps_queries_with_both_spaces_exchan
     with pytest.raises(XcompatError, match="maps galleries: upgrade the stored embeddings instead"):
         forward.to_space(new)
     assert torch.equal(exchanged.upgrade(new), new), "galleries stay"
-
-
-def test_a_rank_below_one_is_refused() -> None:
-    from xcompat.methods import RidgeConfig, RidgeModel
-
-    with pytest.raises(XcompatError, match="options.rank is 0"):
-        RidgeModel(RidgeConfig(old=OLD, embedding_dim=7, rank=0))
 
 
 def test_centred_procrustes_finds_a_rotation_and_a_shift() -> None:
@@ -226,16 +206,20 @@ def test_a_threshold_lets_the_line_leave_the_rotations_by_that_much(dim: int, ol
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("method", "options", "said"),
     [
-        ({"strength": -1}, "options.strength is -1; give 0"),
-        ({"threshold": -1}, "options.threshold is -1; give 0 or more"),
-        ({"threshold": 12, "steepness": 0}, "options.steepness is 0; give more than 0"),
+        ("ridge", {"rank": 0}, "options.rank is 0"),
+        ("lambda_orthogonality", {"strength": -1}, "options.strength is -1; give 0"),
+        ("lambda_orthogonality", {"threshold": -1}, "options.threshold is -1; give 0 or more"),
+        ("lambda_orthogonality", {"threshold": 12, "steepness": 0}, "options.steepness is 0; give more than 0"),
+        ("drift_adapter", {"rank": 0}, "options.rank is 0; give a number from 1, or remove it"),
+        ("drift_adapter", {"hidden": -1}, "options.hidden is -1; give a number from 1"),
+        ("fct", {"mixer_width": 0}, "options.mixer_width is 0; set 1 or more"),
     ],
 )
-def test_lambda_orthogonality_refuses_what_is_no_penalty(options: dict[str, float], said: str) -> None:
+def test_numbers_out_of_range_are_refused(method: str, options: dict[str, float], said: str) -> None:
     with pytest.raises(XcompatError, match=said):
-        LambdaOrthogonalityModel(LambdaOrthogonalityConfig(old=OLD, embedding_dim=7, **options))
+        METHODS[method](METHODS[method].config_class(old=OLD, embedding_dim=7, **options))
 
 
 def knowledge() -> tuple[OldKnowledge, np.ndarray]:
@@ -246,22 +230,55 @@ def batch() -> dict[str, torch.Tensor]:
     return {"old_embeds": unit(8, 6, 1), "new_embeds": unit(8, 7, 2), "labels": torch.from_numpy(LABELS)}
 
 
+def sides(direction: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what is mapped and where it should lie."""
+    new, old = unit(8, 7, 2), unit(8, 6, 1)
+    return (old, new) if direction == "old_to_new" else (new, old)
+
+
+def begun(model_class: type[CompatModel], direction: str, **options: Any) -> tuple[CompatModel, torch.Tensor]:
+    """Return a prepared model, and what it makes of one side."""
+    torch.manual_seed(0)
+    model = model_class(model_class.config_class(old=OLD, embedding_dim=7, direction=direction, **options)).eval()
+    model.prepare(*knowledge())
+    source, _ = sides(direction)
+    return model, model.upgrade(source) if direction == "old_to_new" else model.to_space(source)
+
+
+Line = tuple[torch.Tensor, torch.Tensor]
+STARTS: list[tuple[type[CompatModel], dict[str, Any], Callable[[Moments], Line]]] = [
+    (ResidualMlpModel, {"regularisation": 0.3}, lambda pairs: solve_ridge(pairs, 0.3)),
+    (DriftAdapterModel, {"variant": "low_rank", "rank": 3}, lambda pairs: solve_ridge(pairs, 0.01, 3)),
+    (GeometryResidualModel, {"start": "ridge"}, lambda pairs: solve_ridge(pairs, 0.01)),
+    (GeometryResidualModel, {"start": "procrustes"}, lambda pairs: solve_procrustes(pairs, centre=True)),
+    (RbtModel, {"start": "procrustes"}, solve_procrustes),
+    (
+        RbtModel,
+        {"start": "identity"},
+        lambda pairs: (torch.eye(*pairs.covariances()[1].shape).double(), torch.zeros(1)),
+    ),
+]
+
+
 @pytest.mark.parametrize("direction", ["new_to_old", "old_to_new"])
-def test_residual_mlp_begins_at_ridge(direction: str) -> None:
-    config = ResidualMlpConfig(old=OLD, embedding_dim=7, direction=direction, regularisation=0.3)
-    model = ResidualMlpModel(config).eval()
-    old, new = knowledge()
-    model.prepare(old, new)
-    new_rows, old_rows = unit(8, 7, 2), unit(8, 6, 1)
-    backward = direction == "old_to_new"
-    source, target = (old_rows, new_rows) if backward else (new_rows, old_rows)
-    weight, bias = solve_ridge(Moments.compute([(source, target)]), 0.3)
-    mapped = model.upgrade(source) if backward else model.to_space(source)
+@pytest.mark.parametrize(("model_class", "options", "solve"), STARTS)
+def test_networks_begin_at_a_closed_form(
+    model_class: type[CompatModel], options: dict[str, Any], solve: Callable[[Moments], Line], direction: str
+) -> None:
+    source, target = sides(direction)
+    model, mapped = begun(model_class, direction, **options)
+    weight, bias = solve(Moments.compute([(source, target)]))
     torch.testing.assert_close(mapped.double(), F.normalize(source.double() @ weight + bias, dim=-1), atol=1e-5, rtol=1e-5)
-    given = {name: rows for name, rows in batch().items() if name != "labels"}
-    pairs = zip(mapped.detach(), target, strict=True)
+    fixed = [name for name, part in model.named_parameters() if name.startswith("skip.") and part.requires_grad]
+    assert not fixed, "what is solved stays"
+
+
+@pytest.mark.parametrize("direction", ["new_to_old", "old_to_new"])
+def test_residual_mlp_loss_is_the_mean_of_distances(direction: str) -> None:
+    model, mapped = begun(ResidualMlpModel, direction)
+    pairs = zip(mapped.detach(), sides(direction)[1], strict=True)
     naive = sum(1 - float(a @ b) / float(a.norm() * b.norm()) for a, b in pairs) / 8
-    loss = model(**given).loss
+    loss = model(**{name: rows for name, rows in batch().items() if name != "labels"}).loss
     assert loss.item() == pytest.approx(naive, rel=1e-5)
     loss.backward()
     assert model.skip.weight.grad is None and model.residual[2].weight.grad.abs().max() > 0
@@ -286,23 +303,19 @@ def test_a_map_onto_an_expanded_model_reaches_the_versions_before_it(method: str
     assert [hits[0].id for hits in gallery.search(new, model, top_k=1)] == [str(row) for row in range(5)]
 
 
-def drift_adapter(variant: str, **options: Any) -> DriftAdapterModel:
-    torch.manual_seed(0)
-    model = DriftAdapterModel(DriftAdapterConfig(old=OLD, embedding_dim=7, variant=variant, hidden=5, **options)).eval()
-    model.prepare(*knowledge())
-    return model
+def drift_adapter(variant: str, direction: str = "new_to_old", **options: Any) -> tuple[CompatModel, torch.Tensor]:
+    return begun(DriftAdapterModel, direction, variant=variant, hidden=5, **options)
 
 
 @pytest.mark.parametrize("direction", ["new_to_old", "old_to_new"])
 @pytest.mark.parametrize("variant", ["orthogonal", "low_rank", "mlp"])
 def test_drift_adapter_is_its_formula(variant: str, direction: str) -> None:
-    model = drift_adapter(variant, direction=direction, rank=3)
+    model, _ = drift_adapter(variant, direction, rank=3)
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data.add_(0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
     weights = {name: value.double() for name, value in model.state_dict().items()}
-    backward = direction == "old_to_new"
-    source, target = (unit(8, 6, 1), unit(8, 7, 2)) if backward else (unit(8, 7, 2), unit(8, 6, 1))
+    source, target = sides(direction)
     total = 0.0
     for x, y in zip(source.double(), target.double(), strict=True):
         h = weights["linear.0.weight"] @ x
@@ -325,23 +338,14 @@ def test_drift_adapter_is_its_formula(variant: str, direction: str) -> None:
 
 
 @pytest.mark.parametrize("direction", ["new_to_old", "old_to_new"])
-@pytest.mark.parametrize("variant", ["orthogonal", "low_rank", "mlp"])
-def test_drift_adapter_begins_at_least_squares(variant: str, direction: str) -> None:
-    model = drift_adapter(variant, direction=direction, rank=3)
-    backward = direction == "old_to_new"
-    source, target = (unit(8, 6, 1), unit(8, 7, 2)) if backward else (unit(8, 7, 2), unit(8, 6, 1))
-    if variant == "low_rank":
-        weight, bias = solve_ridge(Moments.compute([(source, target)]), 0.01, 3)
-        expected = source.double() @ weight + bias
-    else:
-        rotated = source.double() @ solve_procrustes(Moments.compute([(source, target)]))[0]
-        factors = [
-            float(np.linalg.lstsq(r[:, None].numpy(), y.numpy())[0][0]) for r, y in zip(rotated.T, target.double().T, strict=True)
-        ]
-        expected = rotated * torch.tensor(factors)
-    mapped = model.upgrade(source) if backward else model.to_space(source)
-    torch.testing.assert_close(mapped.double(), F.normalize(expected, dim=-1), atol=1e-5, rtol=1e-5)
-    assert model.scaling.requires_grad and model.linear[0].weight.requires_grad is (variant == "low_rank")
+@pytest.mark.parametrize("variant", ["orthogonal", "mlp"])
+def test_drift_adapter_begins_at_a_scaled_rotation(variant: str, direction: str) -> None:
+    model, mapped = drift_adapter(variant, direction)
+    source, target = sides(direction)
+    rotated = source.double() @ solve_procrustes(Moments.compute([(source, target)]))[0]
+    factors = (rotated * target).sum(0) / rotated.square().sum(0)
+    torch.testing.assert_close(mapped.double(), F.normalize(rotated * factors, dim=-1), atol=1e-5, rtol=1e-5)
+    assert model.scaling.requires_grad and not model.linear[0].weight.requires_grad
 
 
 def test_drift_adapter_golden_trajectory() -> None:
@@ -349,7 +353,7 @@ def test_drift_adapter_golden_trajectory() -> None:
     given = {name: rows for name, rows in batch().items() if name != "labels"}
     found = {}
     for variant in DRIFT_ADAPTER:
-        model, losses = drift_adapter(variant, rank=2).train(), []
+        model, losses = drift_adapter(variant, rank=2)[0].train(), []
         optimiser = torch.optim.AdamW([part for part in model.parameters() if part.requires_grad], 1e-2)
         for _ in range(4):
             losses.append(model(**given).loss)
@@ -368,28 +372,6 @@ DRIFT_ADAPTER = {
 }
 
 
-@pytest.mark.parametrize(("option", "value"), [("rank", 0), ("hidden", -1)])
-def test_drift_adapter_refuses_sizes_below_one(option: str, value: int) -> None:
-    with pytest.raises(XcompatError, match=f"options.{option} is {value}; give a number from 1, or remove it"):
-        DriftAdapterModel(DriftAdapterConfig(old=OLD, embedding_dim=7, **{option: value}))
-
-
-@pytest.mark.parametrize("direction", ["new_to_old", "old_to_new"])
-@pytest.mark.parametrize("start", ["procrustes", "ridge"])
-def test_geometry_residual_begins_at_the_closed_form(start: str, direction: str) -> None:
-    model = GeometryResidualModel(GeometryResidualConfig(old=OLD, embedding_dim=7, start=start, direction=direction)).eval()
-    model.prepare(*knowledge())
-    backward = direction == "old_to_new"
-    source, target = (unit(8, 6, 1), unit(8, 7, 2)) if backward else (unit(8, 7, 2), unit(8, 6, 1))
-    moments = Moments.compute([(source, target)])
-    weight, bias = solve_ridge(moments, 0.01) if start == "ridge" else solve_procrustes(moments, centre=True)
-    mapped = model.upgrade(source) if backward else model.to_space(source)
-    torch.testing.assert_close(mapped, F.normalize(source @ weight.float() + bias.float(), dim=-1))
-    assert {name for name, part in model.named_parameters() if part.requires_grad} == {
-        f"residual.{layer}.{part}" for layer in (0, 2) for part in ("weight", "bias")
-    }
-
-
 @pytest.mark.parametrize("classes", [True, False])
 def test_geometry_residual_loss_is_a_double_loop_over_near_triplets(classes: bool) -> None:
     model = GeometryResidualModel(GeometryResidualConfig(old=OLD, embedding_dim=7, margin=0.3, neighbours=2)).eval()
@@ -404,19 +386,6 @@ def test_geometry_residual_loss_is_a_double_loop_over_near_triplets(classes: boo
     assert model(**given).loss.item() == pytest.approx(sum(terms) / len(terms), rel=1e-5)
 
 
-def test_geometry_residual_stops_where_every_triplet_holds() -> None:
-    """A rotation is solved: what is left has neither loss nor gradient, until the margin is one that nothing holds."""
-    rotation = torch.linalg.qr(torch.randn(6, 6, generator=torch.Generator().manual_seed(0))).Q
-    old = unit(8, 6, 1)
-    for margin, stops in ((0.01, True), (2.0, False)):
-        model = GeometryResidualModel(GeometryResidualConfig(old=OLD, embedding_dim=6, margin=margin)).train()
-        model.prepare(OldKnowledge(4, LABELS, old.numpy()), (old @ rotation).numpy())
-        loss = model(new_embeds=old @ rotation, old_embeds=old).loss
-        loss.backward()
-        moved = sum(float(part.grad.abs().sum()) for part in model.residual.parameters() if part.grad is not None)
-        assert (loss.item() == 0.0 and moved == 0.0) is stops
-
-
 @pytest.mark.parametrize("reverse", [False, True])
 def test_kl_is_that_of_torch_and_knows_its_direction(reverse: bool) -> None:
     mapped, target, rows = 3 * unit(5, 7), unit(5, 7, 1), unit(4, 7, 2)
@@ -426,13 +395,16 @@ def test_kl_is_that_of_torch_and_knows_its_direction(reverse: bool) -> None:
     torch.testing.assert_close(classifier_kl_loss(mapped, target, seen, 9.0, reverse=reverse), wanted.mean())
 
 
-def test_kl_of_many_classes_is_made_in_parts_with_the_gradient_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("of", ["kl", "lce"])
+def test_many_classes_are_compared_in_parts_with_the_whole_gradient(of: str, monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
-    for most in (1000, 8):  # logits at once: all of 5 x 4, and those of two samples
-        monkeypatch.setattr(alignment, "LOGITS_AT_ONCE", most)
-        mapped, target = (3 * unit(5, 7)).requires_grad_(), unit(5, 7, 1)
-        loss = classifier_kl_loss(mapped, target, unit(4, 7, 2), 9.0)
-        made.append((loss.detach(), *torch.autograd.grad(loss, mapped)))
+    for logits, centres in ((1000, 3), (8, 2)):  # at once: all, and those of two samples, or two centres and one
+        monkeypatch.setattr(alignment, "LOGITS_AT_ONCE", logits)
+        monkeypatch.setattr(lce, "CENTRES_AT_ONCE", centres)
+        model, _ = begun(LceModel, "new_to_old")
+        mapped = (3 * unit(5, 7)).requires_grad_()
+        loss = model(**batch()).loss if of == "lce" else classifier_kl_loss(mapped, unit(5, 7, 1), unit(4, 7, 2), 9.0)
+        made.append((loss.detach(), *torch.autograd.grad(loss, list(model.parameters()) if of == "lce" else mapped)))
     torch.testing.assert_close(made[1], made[0])
 
 
@@ -454,21 +426,6 @@ def test_rbt_loss_is_its_three_parts() -> None:
     assert model(**batch()).loss.item() == pytest.approx(total / 8, rel=1e-4)
 
 
-@pytest.mark.parametrize("start", ["procrustes", "identity"])
-@pytest.mark.parametrize("direction", ["new_to_old", "old_to_new"])
-def test_rbt_begins_at_its_start(start: str, direction: str) -> None:
-    model = RbtModel(RbtConfig(old=OLD, embedding_dim=7, start=start, direction=direction)).eval()
-    model.prepare(*knowledge())
-    backward = direction == "old_to_new"
-    source, target = (unit(8, 6, 1), unit(8, 7, 2)) if backward else (unit(8, 7, 2), unit(8, 6, 1))
-    if start == "procrustes":
-        expected = source @ solve_procrustes(Moments.compute([(source, target)]))[0].float()
-    else:
-        expected = F.pad(source, (0, 1)) if backward else source[:, :6]
-    mapped = model.upgrade(source) if backward else model.to_space(source)
-    torch.testing.assert_close(mapped, F.normalize(expected, dim=-1), atol=1e-5, rtol=1e-5)
-
-
 def test_residual_bottleneck_adds_its_paths() -> None:
     block = ResidualBottleneck(5, width=3, paths=2)
     assert torch.equal(block(unit(4, 5)), unit(4, 5)), "it starts at the identity"
@@ -479,12 +436,8 @@ def test_residual_bottleneck_adds_its_paths() -> None:
 
 @pytest.mark.parametrize("direction", ["new_to_old", "old_to_new"])
 def test_lce_loss_is_centres_and_boundaries(direction: str) -> None:
-    model = LceModel(LceConfig(old=OLD, embedding_dim=7, direction=direction, alignment_weight=2.0, boundary_weight=3.0)).eval()
-    model.prepare(*knowledge())
-    rows = batch()
-    source, target = (rows[name] for name in ("new_embeds", "old_embeds"))
-    if direction == "old_to_new":
-        source, target = target, source
+    model, _ = begun(LceModel, direction, alignment_weight=2.0, boundary_weight=3.0)
+    source, target = sides(direction)
     model.requires_grad_(False)
     aligned, outside = 0.0, 0.0
     for c in (0, 2, 3):
@@ -493,18 +446,7 @@ def test_lce_loss_is_centres_and_boundaries(direction: str) -> None:
         aligned += 1 - float(model.map(F.normalize(source[own].mean(0), dim=0)[None])[0] @ centre)
         boundary = min(float(row @ centre) for row in target[own])
         outside += sum(max(boundary - float(row @ centre), 0) for row in model.map(source[own]))
-    assert model(**rows).loss.item() == pytest.approx(2 * aligned / 3 + 3 * outside / 8, rel=1e-4)
-
-
-def test_lce_maps_many_centres_in_parts_with_the_gradient_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.manual_seed(0)
-    model, made = LceModel(LceConfig(old=OLD, embedding_dim=7)), []
-    model.prepare(*knowledge())
-    for most in (3, 2):  # centres at once: all of them, and two and one
-        monkeypatch.setattr(lce, "CENTRES_AT_ONCE", most)
-        loss = model(**batch()).loss
-        made.append((loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))))
-    torch.testing.assert_close(made[1], made[0])
+    assert model(**batch()).loss.item() == pytest.approx(2 * aligned / 3 + 3 * outside / 8, rel=1e-4)
 
 
 def test_lce_does_not_read_classes_it_does_not_know() -> None:
@@ -526,13 +468,6 @@ def fct(**options: Any) -> FctModel:
     return FctModel(FctConfig(old=OLD, embedding_dim=7, **options))
 
 
-def test_h_has_the_papers_size() -> None:
-    sizes = {128: 5_717_120, None: 5_717_120 - 99_840 - 256 * 2048}  # without a branch, and half as wide into the mixer
-    for side_dim, size in sizes.items():
-        assert sum(p.numel() for p in ForwardTransform(128, side_dim, 128).parameters()) == size
-    assert sizes[128] == pytest.approx(5.72e6, rel=1e-3)
-
-
 @pytest.mark.parametrize("side_info", [None, SIDE])
 def test_a_gallery_upgraded_in_a_stream_is_that_of_one_batch(side_info: dict[str, Any] | None) -> None:
     model = fct(side_info=side_info)
@@ -544,6 +479,8 @@ def test_a_gallery_upgraded_in_a_stream_is_that_of_one_batch(side_info: dict[str
         whole = model.upgrade(*rows)
         stream = torch.cat([model.upgrade(*chunk) for chunk in zip(*(side.split(7) for side in rows), strict=True)])
     torch.testing.assert_close(stream, whole, atol=1e-6, rtol=1e-5)
+    if side_info:  # of any length
+        torch.testing.assert_close(model.upgrade(rows[0], 9 * rows[1]), whole)
     torch.testing.assert_close(whole.norm(dim=-1), torch.ones(50))
 
 
@@ -560,11 +497,6 @@ def test_side_information_is_required_by_name() -> None:
         fct(new_side_info=NEW_SIDE)
     with pytest.raises(XcompatError, match="does not map side-information"):
         model.upgrade_side(unit(3, 6), unit(3, 5))
-
-
-def test_side_information_of_any_length_is_the_same() -> None:
-    model = fct(side_info=SIDE).eval()
-    torch.testing.assert_close(model.upgrade(unit(3, 6), unit(3, 5)), model.upgrade(unit(3, 6), 9 * unit(3, 5)))
 
 
 def test_statistics_stay_from_half_of_the_training_on() -> None:
@@ -587,11 +519,7 @@ def test_statistics_stay_from_half_of_the_training_on() -> None:
 def test_fct_has_the_parameters_of_table_11(width: int, millions: float) -> None:
     transform = ForwardTransform(128, 128, 128, width)
     assert sum(each.numel() for each in transform.parameters()) / 1e6 == pytest.approx(millions, rel=0.02)
-    old, side = (describe_old(Fingerprint.from_string(name), dim=4) for name in ("old", "side"))
-    model = FctModel(FctConfig(old=old, side_info=side, embedding_dim=8, mixer_width=5))
-    assert model.transform.mixer[1].in_features == 5
-    with pytest.raises(XcompatError, match="options.mixer_width is 0; set 1 or more"):
-        FctModel(FctConfig(old=old, embedding_dim=8, mixer_width=0))
+    assert fct(side_info=SIDE, mixer_width=5).transform.mixer[1].in_features == 5
 
 
 def test_fct_loss_is_the_squared_distance_of_h_and_of_g() -> None:
@@ -626,27 +554,6 @@ def test_fastfill_loss_is_a_gaussian_likelihood_of_distance_and_class() -> None:
     assert model(**given).loss.item() == pytest.approx(total / 8, rel=1e-5)
     with pytest.raises(XcompatError, match="pass side_info"):
         model.uncertainty(old)
-
-
-def test_fastfill_is_less_sure_where_nothing_can_be_known() -> None:
-    torch.manual_seed(0)
-    new = unit(256, 7)
-    old = torch.cat([new[:128], unit(128, 7, 4)])  # the second half of the old embeddings says nothing of the new ones
-    old = F.normalize(torch.cat([old, torch.arange(256)[:, None].ge(128).float()], dim=1), dim=1)
-    labels = np.arange(256) % 4
-    model = FastfillModel(FastfillConfig(old=OLD | {"dim": 8}, embedding_dim=7, mixer_width=64)).train()
-    model.prepare(OldKnowledge(4, labels, old.numpy()), new.numpy())
-    optimiser = torch.optim.Adam(model.parameters(), 1e-3)
-    for _ in range(150):
-        optimiser.zero_grad()
-        model(old_embeds=old, new_embeds=new, labels=torch.from_numpy(labels)).loss.backward()
-        optimiser.step()
-    assert all(parameter.grad is not None for parameter in model.parameters())
-    fresh = unit(256, 7, 5)
-    fresh = torch.cat([fresh, torch.arange(256)[:, None].ge(128).float()], dim=1)
-    with torch.no_grad():
-        sure = model.eval().uncertainty(F.normalize(fresh, dim=1))
-    assert sure[:128].mean() < sure[128:].mean()
 
 
 @pytest.mark.parametrize("loss", ["kl", "reversed_kl"])
@@ -708,15 +615,6 @@ def test_crops_look_for_both_views_of_their_image(count: int) -> None:
         nt_xent_loss(first, second, 0.3, [*crops, first[:2]])
 
 
-def test_simclr_compares_two_views(image_folder_of: dict[str, str], images: list[Image.Image]) -> None:
-    model = SimClrModel.from_encoder(image_folder_of["resnet"], dim=6).train()
-    first, second = (model.processor.images([image.rotate(angle) for image in images]) for angle in (0, 20))
-    a, b = (F.normalize(model.features(views), dim=-1) for views in (first, second))
-    torch.testing.assert_close(
-        model(pixel_values=first, second_pixel_values=second).loss, nt_xent_loss(a, b, model.config.temperature)
-    )
-
-
 def test_simclr_normalises_once(image_folder_of: dict[str, str], images: list[Image.Image]) -> None:
     model = SimClrModel.from_encoder(image_folder_of["vit"], dim=6).train()
     pixels = model.processor.images(images)
@@ -729,8 +627,6 @@ def test_simclr_normalises_once(image_folder_of: dict[str, str], images: list[Im
         stored = model.features(pixels)
     torch.testing.assert_close(model.norm.running_mean, projected.mean(0), atol=1e-4, rtol=1e-3)
     torch.testing.assert_close(stored, (projected - projected.mean(0)) / (variance + model.norm.eps).sqrt(), atol=1e-3, rtol=1e-3)
-    with pytest.raises(XcompatError, match="options.batch_norm: simclr has its own batch norm; remove"):
-        SimClrModel.from_encoder(image_folder_of["resnet"], dim=6, batch_norm=True)
 
 
 @pytest.mark.parametrize("kind", ["resnet", "vit"])
@@ -748,37 +644,22 @@ def test_simclr_sees_small_crops(kind: str, image_folder_of: dict[str, str], ima
         model(**{name: batch[name] for name in ("pixel_values", "second_pixel_values")})
 
 
-def test_images_of_another_size_are_embedded_with_crops_alone(image_folder_of: dict[str, str], tmp_path: Path) -> None:
-    small = torch.zeros(1, 3, 16, 16)
-    plain = SimClrModel.from_encoder(image_folder_of["vit"])
-    cropped = SimClrModel.from_encoder(image_folder_of["vit"], crops=2, crop_size=16)
-    cropped.embed_images(small)
-    cropped.export(tmp_path)
-    for model in (plain, SimClrModel.from_pretrained(tmp_path)):
-        with pytest.raises(ValueError, match="16"):
-            model.embed_images(small)
-
-
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("method", "options", "message"),
     [
-        ({"crops": -1}, "set 0 or more crops"),
-        ({"crops": 2, "crop_size": 0}, "of at least 1 pixel"),
-        ({"crops": 2, "crop_scale": 0.01}, "use 0.05 to 1"),
-        ({"crop_scale": 0.3}, "options.crop_scale: it has no effect without options.crops"),
-        ({"crop_size": 64}, "options.crop_size: it has no effect without options.crops"),
+        ("simclr", {"crops": -1}, "set 0 or more crops"),
+        ("simclr", {"crops": 2, "crop_size": 0}, "of at least 1 pixel"),
+        ("simclr", {"crops": 2, "crop_scale": 0.01}, "use 0.05 to 1"),
+        ("simclr", {"crops": 2, "crop_size": 3}, "does not support images of 3 pixels .*; set options.crop_size"),
+        ("simclr", {"batch_norm": True}, "options.batch_norm: simclr has its own batch norm; remove"),
+        ("independent", {"mixup": 0.2, "head": "triplet", "classes": ["a", "b"]}, "set options.mixup to 0, or no triplets"),
     ],
 )
-def test_crops_that_cannot_be_drawn_are_refused(image_folder_of: dict[str, str], options: dict[str, Any], message: str) -> None:
+def test_what_cannot_be_drawn_is_refused(
+    method: str, options: dict[str, Any], message: str, image_folder_of: dict[str, str]
+) -> None:
     with pytest.raises(XcompatError, match=message):
-        SimClrModel.from_encoder(image_folder_of["resnet"], **options)
-
-
-def test_crops_of_an_encoder_of_one_size_are_refused(image_folder_of: dict[str, str]) -> None:
-    with pytest.raises(
-        XcompatError, match=r"options.crops: the encoder does not support images of 3 pixels \(.+\); set options.crop_size"
-    ):
-        SimClrModel.from_encoder(image_folder_of["vit"], crops=2, crop_size=3)
+        METHODS[method].from_encoder(image_folder_of["vit"], **options)
 
 
 def test_simclr_trains_the_bits_it_stores(image_folder_of: dict[str, str], images: list[Image.Image], tmp_path: Path) -> None:
@@ -832,11 +713,6 @@ def test_mixup_mixes_images_and_losses(image_folder_of: dict[str, str], images: 
     torch.testing.assert_close(loss, share * first + (1 - share) * second)
 
 
-def test_a_mixed_image_makes_no_triplet(image_folder_of: dict[str, str]) -> None:
-    with pytest.raises(XcompatError, match="set options.mixup to 0, or no triplets"):
-        IndependentModel.from_encoder(image_folder_of["resnet"], classes=["a", "b"], mixup=0.2, head="triplet")
-
-
 TINY = {"model_type": "resnet", "embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic"}
 
 
@@ -854,7 +730,6 @@ def raw(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
             "data": {"augmentation": {}},
             "options": {"dim": 5, "binarise": True, "crops": 2, "crop_size": 8},
         },
-        {"name": "again", "method": "independent", "options": {"dim": 6}, "seed_offset": 1},
         {"name": "drawing", "method": "autoencoder", "options": {"dim": 4}},
     ]
     made = {
@@ -868,18 +743,6 @@ def raw(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return (
         made | {name: f"{base}/run/{stage}/model" for name, stage in (("old", "old"), ("new", "fresh"))} | {"run": base / "run"}
     )
-
-
-def test_a_stage_with_a_seed_of_its_own_is_trained_as_with_that_seed(raw: dict[str, Any], tmp_path: Path) -> None:
-    """φ_old^alt (FCT §5.1): the same settings once more, other weights and another order of the data."""
-    old, again = (safetensors.torch.load_file(raw["run"] / name / "model" / "model.safetensors") for name in ("old", "again"))
-    stage = {"name": "old", "method": "independent", "options": {"dim": 6}, "old": None, "evaluation": None}
-    new = {"model": TINY, "image_size": 16, "stem": "small"}
-    run_recipe(recipe_of(raw, output_dir=str(tmp_path), seed=1, new=new, **stage))
-    alone = safetensors.torch.load_file(tmp_path / "model" / "model.safetensors")
-    assert all(torch.equal(alone[name], again[name]) for name in alone)
-    assert not torch.equal(old["neck.weight"], again["neck.weight"])
-    assert yaml.safe_load((raw["run"] / "again" / "recipe.yaml").read_text())["seed_offset"] == 1
 
 
 def recipe_of(raw: dict[str, Any], **changes: Any) -> Recipe:
@@ -943,36 +806,6 @@ def test_a_gallery_with_side_information_is_mapped_and_judged(side: str, loss: s
         side_info_of(model, None, tmp_path)  # before the test set is embedded
 
 
-def test_a_map_learns_from_views_that_every_model_embeds_alike(raw: dict[str, Any], tmp_path: Path) -> None:
-    data = raw["data"] | {"augmentation": {"min_scale": 0.3, "rotation": 0}, "views": 3}
-    changes = {"data": data, "side_info": f"{raw['run']}/drawing/model", "cache_dir": str(tmp_path / "cache")}
-    training = raw["training"] | {"max_steps": -1, "num_train_epochs": 2, "per_device_train_batch_size": 8}
-    recipe = recipe_of(raw, method="fct", **changes, training=training, output_dir=str(tmp_path / "run"), evaluation=None)
-    embed_recipe(recipe)
-    folders = {folder.name for folder in (tmp_path / "cache").glob("images-*")}
-    assert len(folders) == 9, "three views by three models"
-    run_recipe(recipe)
-    assert {folder.name for folder in (tmp_path / "cache").glob("images-*")} == folders
-    steps = [entry["step"] for entry in json.loads((tmp_path / "run" / "log_history.json").read_text())]
-    assert steps[-1] == 2 * 3 * 24 // 8, "an epoch has every view of every image"
-
-    recipe = recipe_of(raw, method="lce", **(changes | {"side_info": None}), output_dir=str(tmp_path / "other"))
-    stage = Stage(recipe, recipe.stages[0])
-    dataset = map_and_data(stage)[1].dataset
-    assert isinstance(dataset, EmbeddingPairDataset)
-    assert dataset.arrays["labels"].tolist() == 3 * stage.images.labels().tolist()
-    batch, rows = dataset.__getitems__(range(72)), stage.images.dataset
-    for role, column in (("old", "old_embeds"), ("new", "new_embeds")):
-        model = load_embedder(raw[role])
-        seen = [
-            view.build_draw(model.processor)(open_image(row["image"]), row["id"])
-            for view in stage.settings.views(recipe.seed)
-            for row in rows
-        ]
-        embeds = model.embed({"pixel_values": model.processor.to_pixels(torch.stack(seen))})
-        torch.testing.assert_close(batch[column], embeds.clone(), atol=2e-3, rtol=0)
-
-
 def test_stored_embeddings_have_no_views(raw: dict[str, Any], tmp_path: Path) -> None:
     stored = tmp_path / "left"
     stored.mkdir()
@@ -1017,16 +850,3 @@ def test_a_mapped_gallery_is_mapped_again(raw: dict[str, Any], tmp_path: Path, c
         assert found[name, "old"] == pytest.approx(wanted, abs=0.12)  # caches are float16
         assert (name, "fresh") in found
     assert {gallery for query, gallery in found if query == "h2"} == {"old", "h2"}, "nothing was mapped before it"
-
-
-def test_a_map_of_galleries_leaves_queries_alone(raw: dict[str, Any], tmp_path: Path) -> None:
-    run_recipe(recipe_of(raw, method="rbt", options={"direction": "old_to_new"}, output_dir=str(tmp_path / "run")))
-    cases = {case.label: case for case in load_report(tmp_path / "run").cases}
-    assert cases["new/new"].metrics == cases["independent/independent"].metrics and "new/old" in cases
-
-
-def test_side_information_is_no_option(raw: dict[str, Any]) -> None:
-    with pytest.raises(XcompatError, match="unknown key 'options.side_info' for method fct"):
-        recipe_of(raw, method="fct", options={"side_info": {}})
-    with pytest.raises(XcompatError, match="refers to 'views', which is not an earlier stage"):
-        recipe_of(raw, method="fct", side_info="stage:views")

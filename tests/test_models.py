@@ -115,25 +115,8 @@ def test_layers_in_a_row_give_what_the_model_gives(method: str, folder_of: dict[
     assert any(layers is None for layers, *_ in rows) is (method in NOT_IN_A_ROW)
 
 
-@pytest.mark.parametrize("method", mostly_nightly(METHODS, (*METHOD_OF_EACH_KIND, "independent").__contains__))
-def test_save_and_load_keep_embeddings(method: str, folder_of: dict[str, str], images: list[Image.Image], tmp_path: Path) -> None:
-    model = build(method, folder_of)
-    shake(model)
-    model.save_pretrained(tmp_path)
-    if not model.embeds_in_memory:
-        model.processor.save_pretrained(tmp_path)
-    again = AutoModel.from_pretrained(tmp_path)
-    assert type(again) is type(model) and not again.training
-    for first, second in zip(embeddings(model, images), embeddings(again, images), strict=True):
-        assert torch.equal(first, second)
-    assert model.fingerprint() == again.fingerprint()
-    assert {p.name for p in tmp_path.iterdir()}.isdisjoint({"pytorch_model.bin"}), "safetensors only"
-    trains = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    assert trains == {name for name, parameter in again.named_parameters() if parameter.requires_grad}
-
-
-@pytest.mark.parametrize("form", mostly_nightly([*METHODS, *MORE], (*METHOD_OF_EACH_KIND, *MORE).__contains__))
-def test_what_was_loaded_and_saved_again_is_whole(
+@pytest.mark.parametrize("form", mostly_nightly([*METHODS, *MORE], (*METHOD_OF_EACH_KIND, "independent", *MORE).__contains__))
+def test_a_saved_model_is_whole_and_so_is_what_it_saves(
     form: str, folder_of: dict[str, str], image_folder_of: dict[str, str], images: list[Image.Image], tmp_path: Path
 ) -> None:
     method = {"adapters": "xbt", "open_clip": "independent", "resnet": "bct"}.get(form, form)
@@ -144,17 +127,15 @@ def test_what_was_loaded_and_saved_again_is_whole(
     model.save_pretrained(tmp_path / "first")
     AutoModel.from_pretrained(tmp_path / "first").save_pretrained(tmp_path / "second")
     written = [{path.name for path in (tmp_path / name).iterdir()} for name in ("first", "second")]
-    assert written[0] == written[1]
+    assert written[0] == written[1] and "pytorch_model.bin" not in written[0], "safetensors only"
     shutil.rmtree(tmp_path / "first")
     again = AutoModel.from_pretrained(tmp_path / "second")
-    pixels = model.processor.images(images)
-    assert torch.equal(again.processor.images(images), pixels)
-    assert torch.equal(again.embed_images(pixels), model.embed_images(pixels)) and again.fingerprint() == model.fingerprint()
-    if again.embeds_texts:
-        tokens = {
-            name: torch.equal(value, again.processor.texts(TEXTS)[name]) for name, value in model.processor.texts(TEXTS).items()
-        }
-        assert all(tokens.values())
+    assert type(again) is type(model) and not again.training and again.fingerprint() == model.fingerprint()
+    assert torch.equal(again.processor.images(images), model.processor.images(images))
+    for first, second in zip(embeddings(model, images), embeddings(again, images), strict=True):
+        assert torch.equal(first, second)
+    trains = [{name for name, parameter in each.named_parameters() if parameter.requires_grad} for each in (model, again)]
+    assert trains[0] == trains[1]
 
 
 @pytest.mark.parametrize("architecture", ["clip", "resnet"])
@@ -228,17 +209,14 @@ def test_an_encoder_that_was_given_keeps_its_precision(folder_of: dict[str, str]
     assert encoder.fingerprint(processor) == before
 
 
-@pytest.mark.parametrize("method", mostly_nightly(METHODS, (*METHOD_OF_EACH_KIND, "independent").__contains__))
-def test_export_is_whole(method: str, folder_of: dict[str, str], images: list[Image.Image], tmp_path: Path) -> None:
-    model = build(method, folder_of)
+def test_an_independent_model_is_exported_as_its_encoder(
+    folder_of: dict[str, str], images: list[Image.Image], tmp_path: Path
+) -> None:
+    model = build("independent", folder_of)
     model.export(tmp_path)
-    if method == "independent":
-        encoder, processor = load_encoder(str(tmp_path))
-        with torch.no_grad():
-            assert torch.equal(encoder.embed_images(processor.images(images)), embeddings(model, images)[0])
-    else:
-        again = AutoModel.from_pretrained(tmp_path)
-        assert torch.equal(embeddings(again, images)[0], embeddings(model, images)[0])
+    encoder, processor = load_encoder(str(tmp_path))
+    with torch.no_grad():
+        assert torch.equal(encoder.embed_images(processor.images(images)), embeddings(model, images)[0])
 
 
 @pytest.mark.parametrize("method", mostly_nightly(METHODS, (*METHOD_OF_EACH_KIND, "independent").__contains__))
@@ -336,16 +314,6 @@ def test_switched_off_it_is_the_original_new_model(method: str, folder_of: dict[
         assert not torch.equal(first, third)
 
 
-@pytest.mark.parametrize("method", ["xbt", "direct"])
-def test_merged_weights_embed_the_same(method: str, folder_of: dict[str, str], images: list[Image.Image], tmp_path: Path) -> None:
-    model = build(method, folder_of)
-    shake(model)
-    before = embeddings(model, images)
-    model.merge_adapters().export(tmp_path)
-    for first, second in zip(before, embeddings(AutoModel.from_pretrained(tmp_path), images), strict=True):
-        torch.testing.assert_close(first, second, atol=1e-5, rtol=0)
-
-
 def test_what_trains_follows_the_paper_and_its_contradictions(folder_of: dict[str, str]) -> None:
     def kinds(**options: Any) -> set[str]:
         names = [name for name, parameter in build("xbt", folder_of, **options).named_parameters() if parameter.requires_grad]
@@ -411,12 +379,6 @@ def test_projection_noise_only_in_training_and_normalised(folder_of: dict[str, s
     assert (seen[0] - batch["new_embeds"]).norm(dim=-1).min() > 0.1
 
 
-def test_projection_has_the_papers_size() -> None:
-    from xcompat.heads import Projection
-
-    assert sum(p.numel() for p in Projection(768, 512).parameters()) == pytest.approx(6.83e6, rel=1e-3)
-
-
 def naive_ridge(new: torch.Tensor, old: torch.Tensor, strength: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the minimum of the ridge objective by least squares on data augmented with the penalty."""
     centred, target = new - new.mean(0), old - old.mean(0)
@@ -453,13 +415,10 @@ def test_procrustes_finds_a_rotation_and_no_orthogonal_map_does_better(folder_of
         assert (new @ other * noisy).sum() <= score
 
 
-@pytest.mark.parametrize("method", ["ridge", "procrustes"])
-def test_a_closed_form_needs_pairs(method: str, folder_of: dict[str, str]) -> None:
-    with pytest.raises(XcompatError, match="there are none"):
-        build(method, folder_of).fit([])
-
-
-def test_ridge_on_embeddings_that_are_all_equal_is_refused(folder_of: dict[str, str]) -> None:
+def test_a_closed_form_needs_pairs_that_differ(folder_of: dict[str, str]) -> None:
+    for method in ("ridge", "procrustes"):
+        with pytest.raises(XcompatError, match="there are none"):
+            build(method, folder_of).fit([])
     with pytest.raises(XcompatError, match="all equal"):
         build("ridge", folder_of).fit([(torch.ones(9, 16), torch.randn(9, 8))])
 
@@ -469,13 +428,6 @@ def test_unknown_options_and_values_name_the_nearest() -> None:
         xcompat.ProjectionConfig(noise_sd=0.1)
     with pytest.raises(XcompatError, match="QueryMapConfig has no shape 'resdual'; did you mean 'residual'"):
         xcompat.QueryMapConfig(shape="resdual")
-
-
-@pytest.mark.parametrize(("method", "option", "value"), [("contrast", "temperature", 0), ("bct", "logit_scale", float("nan"))])
-def test_a_value_out_of_range_is_refused(method: str, option: str, value: float, folder_of: dict[str, str]) -> None:
-    with pytest.raises(XcompatError, match=f"Config, {option}: Input should be greater than 0 .found {value}"):
-        METHODS[method].from_encoder(folder_of["clip"], old=describe_old(OLD, dim=8), **{option: value})
-    assert METHODS[method].config_class(**{option: value}), "a model that was made with it can be loaded"
 
 
 @pytest.mark.parametrize("method", [name for name, model in METHODS.items() if model.compares_with_old])
@@ -532,22 +484,13 @@ def test_fingerprints_are_cached_until_changes(change: str, folder_of: dict[str,
     assert model.fingerprint() == model.to(memory_format=torch.channels_last).fingerprint() and len(hashed) == 1
 
 
-def test_a_map_refuses_another_encoder_than_its_own(folder_of: dict[str, str], old_folder: str) -> None:
-    from xcompat.encoders.standins import save_stand_in
-
-    model = build("projection", folder_of)
-    model._outside_encoder = []
-    model.config.encoder["name"] = save_stand_in(Path(old_folder).parent / "other", "clip", 16, seed=9)
-    with pytest.raises(FingerprintMismatchError, match="cannot be compared"):
-        model.embed_texts(**model.processor.texts(TEXTS))
-
-
 def test_methods_are_registered_with_transformers() -> None:
     for name, model in METHODS.items():
         assert AutoConfig.for_model(f"xcompat-{name}", embedding_dim=4).__class__ is model.config_class
-        assert getattr(xcompat, model.__name__) is model
-
-
-def test_every_method_cites_its_source() -> None:
-    for model in METHODS.values():
-        assert len(model.citation) > 20 and model.__doc__
+        assert (
+            model.__name__ in dir(xcompat)
+            and getattr(xcompat, model.__name__) is model
+            and len(model.citation) > 20
+            and model.__doc__
+        )
+    assert not hasattr(xcompat, "NoSuchModel")

@@ -20,7 +20,7 @@ from xcompat.encoders import load_encoder
 from xcompat.encoders.base import Encoder
 from xcompat.encoders.penultimate import Penultimate
 from xcompat.losses import bank_contrast_loss
-from xcompat.methods import METHODS, IndependentModel, QueryMapConfig, QueryMapModel
+from xcompat.methods import METHODS, QueryMapConfig, QueryMapModel
 from xcompat.models import describe_old
 from xcompat.models.backbone import BackboneModel
 from xcompat.models.classified import ClassifiedModel
@@ -105,16 +105,12 @@ def test_without_labels_prototypes_are_refused_and_the_bank_is_not() -> None:
         make(loss="prototypes")(**batch)
     with pytest.raises(XcompatError, match="loss prototypes needs classes"):  # and before training begins
         make(loss="prototypes").prepare(OldKnowledge(0, LABELS.numpy()[:0], unit(6, 4, 1).numpy()), unit(6, 6, 2).numpy())
-
-
-def test_what_is_saved_is_the_map_alone() -> None:
-    assert set(make().state_dict()) == {"linear.weight", "linear.bias"}
+    assert set(make().state_dict()) == {"linear.weight", "linear.bias"}, "the map alone is saved"
 
 
 def test_it_refuses_prototypes_alone() -> None:
-    model = make()
     with pytest.raises(XcompatError, match="query_map needs an old embedding of every training image"):
-        model.prepare(OldKnowledge(2, np.zeros(0, np.int64), given_prototypes_Cd=np.eye(2, 4, dtype=np.float32)), np.eye(2, 6))
+        make().prepare(OldKnowledge(2, np.zeros(0, np.int64), given_prototypes_Cd=np.eye(2, 4, dtype=np.float32)), np.eye(2, 6))
 
 
 OLD = describe_old(Fingerprint.from_string("old"), dim=4)
@@ -166,16 +162,6 @@ def test_a_trained_projection_is_the_last_layer(method: str, image_folder_of: di
     assert torch.equal(F.normalize(source.head(features), dim=-1), model.embed_images(pixels))
 
 
-@torch.no_grad()
-def test_backbones_end_in_encoders(folder_of: dict[str, str], image_folder_of: dict[str, str], images: list[Image.Image]) -> None:
-    model = IndependentModel.from_encoder(folder_of["clip"], classes=["cat", "dog"])
-    pixels = model.processor.images(images)
-    features = Penultimate(model, "model").embed_images(pixels)
-    assert torch.equal(features, before_the_projection("clip", model.encoder, pixels))
-    with pytest.raises(XcompatError, match="model has no penultimate features"):
-        Penultimate(IndependentModel.from_encoder(image_folder_of["resnet"], classes=["cat", "dog"]), "model")
-
-
 @pytest.fixture
 def features(folder_of: dict[str, str], images: list[Image.Image]) -> torch.Tensor:
     """Return the penultimate features (4, 32) of the tiny CLIP."""
@@ -213,6 +199,9 @@ def test_a_map_of_penultimate_features_keeps_the_new_model_as_it_is(
     trained = {name for name, parameter in again.named_parameters() if parameter.requires_grad}
     assert set(again.state_dict()) - trained == {"head.weight", "head.bias"}
     assert load_embedder(str(tmp_path)).dim == 4, "the next update sees its view"
+    plain = load_embedder(folder_of["clip"])
+    other = penultimate_embedder(plain)
+    assert other.fingerprint != plain.fingerprint and other.name == plain.name and (plain.dim, other.dim) == (16, 32)
 
 
 def test_penultimate_features_start_at_procrustes_between_directions(folder_of: dict[str, str], features: torch.Tensor) -> None:
@@ -240,9 +229,3 @@ def test_maps_of_penultimate_features_need_them(folder_of: dict[str, str], old_f
     model.config.encoder["name"] = old_folder
     with pytest.raises(FingerprintMismatchError, match="cannot be compared"):
         model.embed_images(torch.zeros(1, 3, 32, 32))
-
-
-def test_features_and_embeddings_have_two_identities(folder_of: dict[str, str]) -> None:
-    plain = load_embedder(folder_of["clip"])
-    other = penultimate_embedder(plain)
-    assert other.fingerprint != plain.fingerprint and other.name == plain.name and (plain.dim, other.dim) == (16, 32)
