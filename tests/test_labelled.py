@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import json
-import tarfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 import datasets
@@ -15,7 +13,7 @@ import pytest
 from accelerate.data_loader import BatchSamplerShard
 from hypothesis import given
 from hypothesis import strategies as st
-from PIL import Image
+from test_loading import SHARED, needs_shared, png, write_shard
 from torch.utils.data import BatchSampler
 
 from xcompat.core.errors import XcompatError
@@ -23,36 +21,14 @@ from xcompat.data import (
     ClassBalancedSampler,
     LabelledImages,
     LabelledSource,
-    PairDataset,
-    PairSource,
     load_classes,
     load_labelled,
-    load_pairs,
     open_image,
 )
 from xcompat.data.labelled import MAX_INDEX
 
-SHARED = Path(__file__).parents[2] / "shared" / "data"
-needs_shared = pytest.mark.skipif(not SHARED.is_dir(), reason="the data sets in ../shared are not here")
-
 NAMES = ["cat", "dog", "eel"]
 LABELS = [2, 0, 1, 2, 0, 0]  # in the order of NAMES
-
-
-def png(value: int) -> bytes:
-    buffer = io.BytesIO()
-    Image.fromarray(np.random.default_rng(value).integers(0, 255, (4, 5, 3), dtype=np.uint8)).save(buffer, "PNG")
-    return buffer.getvalue()
-
-
-def write_shard(path: Path, samples: Mapping[str, Mapping[str, bytes]]) -> Path:
-    with tarfile.open(path, "w") as tar:
-        for key, members in samples.items():
-            for suffix, content in members.items():
-                info = tarfile.TarInfo(f"{key}.{suffix}")
-                info.size = len(content)
-                tar.addfile(info, io.BytesIO(content))
-    return path
 
 
 def write_images(folder: Path) -> list[str]:
@@ -68,24 +44,22 @@ def hf_dataset(labels: list[object], feature: object, **columns: list[object]) -
     return datasets.Dataset.from_dict(data, features=datasets.Features(features))
 
 
+def shards(content: Callable[[int], dict[str, bytes]], column: str | None = None) -> Callable[[Path], LabelledSource]:
+    def write(folder: Path) -> LabelledSource:
+        folder.mkdir()
+        members = {f"k{n}": {"png": png(n), **content(label)} for n, label in enumerate(LABELS)}
+        return LabelledSource(path=str(write_shard(folder / "a.tar", members)), label_column=column)
+
+    return write
+
+
 def shards_of_indices(folder: Path) -> LabelledSource:
-    folder.mkdir()
-    members = {f"k{n}": {"png": png(n), "cls": str(label).encode()} for n, label in enumerate(LABELS)}
-    write_shard(folder / "a.tar", members)
+    source = shards(lambda label: {"cls": str(label).encode()})(folder)
     (folder / "classes.tsv").write_text("index\tword\n" + "".join(f"{n}\t{name}\n" for n, name in enumerate(NAMES)))
-    return LabelledSource(path=str(folder))
+    return source.model_copy(update={"path": str(folder)})
 
 
-def shards_of_names(folder: Path) -> LabelledSource:
-    folder.mkdir()
-    members = {f"k{n}": {"png": png(n), "cls": NAMES[label].encode()} for n, label in enumerate(LABELS)}
-    return LabelledSource(path=str(write_shard(folder / "a.tar", members)))
-
-
-def shards_of_json(folder: Path) -> LabelledSource:
-    folder.mkdir()
-    members = {f"k{n}": {"png": png(n), "json": json.dumps({"kind": NAMES[label]}).encode()} for n, label in enumerate(LABELS)}
-    return LabelledSource(path=str(write_shard(folder / "a.tar", members)), label_column="json.kind")
+shards_of_json = shards(lambda label: {"json": json.dumps({"kind": NAMES[label]}).encode()}, "json.kind")
 
 
 def saved_class_label(folder: Path) -> LabelledSource:
@@ -125,7 +99,7 @@ def parquet(folder: Path) -> LabelledSource:
 
 FORMATS = [
     shards_of_indices,
-    shards_of_names,
+    shards(lambda label: {"cls": NAMES[label].encode()}),
     shards_of_json,
     saved_class_label,
     saved_names,
@@ -138,8 +112,9 @@ FORMATS = [
 
 
 @pytest.mark.parametrize("write", FORMATS)
-def test_every_format_gives_the_same_labels(tmp_path: Path, write: Callable[[Path], LabelledSource]) -> None:
-    images = load_labelled(write(tmp_path / "set"))
+def test_every_format_gives_the_same_labels_in_any_order(tmp_path: Path, write: Callable[[Path], LabelledSource]) -> None:
+    source, order = write(tmp_path / "set"), ["eel", "cat", "dog"]
+    images = load_labelled(source)
     assert images.classes == NAMES
     label_of = {bytes(open_image(png(n)).tobytes()): label for n, label in enumerate(LABELS)}
     assert [label_of[open_image(row["image"]).tobytes()] for row in images.dataset] == images.labels().tolist()
@@ -147,21 +122,15 @@ def test_every_format_gives_the_same_labels(tmp_path: Path, write: Callable[[Pat
     assert images.class_names() == [NAMES[label] for label in images.labels()]
     assert len(set(images.dataset["id"])) == len(images) == len(LABELS)
     assert images.dataset.features["label"] == datasets.Value("int64")
-
-
-@pytest.mark.parametrize("write", FORMATS)
-def test_the_order_can_be_given(tmp_path: Path, write: Callable[[Path], LabelledSource]) -> None:
-    source = write(tmp_path / "set")
-    order = ["eel", "cat", "dog"]
-    images = load_labelled(source, order)
-    assert images.classes == order
+    ordered = load_labelled(source, order)
+    assert ordered.classes == order
     if write is shards_of_indices:  # an index is an index into the given list, whatever the file beside it says
-        assert images.labels().tolist() == LABELS
+        assert ordered.labels().tolist() == LABELS
         return
-    assert images.class_names() == load_labelled(source).class_names()
+    assert ordered.class_names() == images.class_names()
     (tmp_path / "order.txt").write_text("\n".join(order))
     in_a_file = load_labelled(source.model_copy(update={"classes": str(tmp_path / "order.txt")}))
-    assert in_a_file.labels().tolist() == images.labels().tolist()
+    assert in_a_file.labels().tolist() == ordered.labels().tolist()
 
 
 def test_numbers_are_ordered_by_value_not_by_letters(tmp_path: Path) -> None:
@@ -181,21 +150,12 @@ def test_indices_stay_indices_where_classes_are_missing(tmp_path: Path) -> None:
     images = load_labelled(str(tmp_path / "set"))
     assert (images.classes, images.labels().tolist()) == (["0", "1", "2", "3"], [3, 0, 3])
     assert images.present_classes() == ["0", "3"]
-    assert images.reindex_labels().classes == ["0", "3"]
-    assert images.reindex_labels().labels().tolist() == [1, 0, 1]
-    assert images.reindex_labels().class_names() == images.class_names()
-
-
-def test_relabelling_a_selection_copies_no_image(tmp_path: Path) -> None:
-    hf_dataset([4, 0, 1, 4, 2], datasets.Value("int64")).save_to_disk(tmp_path / "set")
-    images = load_labelled(str(tmp_path / "set"))
-    some = LabelledImages(images.dataset.select([3, 1, 0]), images.classes)
-    relabelled = some.reindex_labels()
-    assert relabelled.labels().tolist() == [1, 0, 1]
-    assert relabelled.dataset["id"][:] == some.dataset["id"][:]
-    assert [row["image"] for row in relabelled.dataset] == [row["image"] for row in some.dataset]
-    assert len(relabelled.dataset.data) == 5  # the whole table, seen through the same rows
-    assert relabelled.dataset._fingerprint == some.reindex_labels().dataset._fingerprint
+    relabelled = images.reindex_labels()
+    assert relabelled.classes == ["0", "3"] and relabelled.labels().tolist() == [1, 0, 1]
+    assert relabelled.class_names() == images.class_names()
+    some = LabelledImages(images.dataset.select([2, 1]), images.classes).reindex_labels()
+    assert some.labels().tolist() == [1, 0] and len(some.dataset.data) == 3, "the whole table, seen through the same rows"
+    assert [row["image"] for row in some.dataset] == [images.dataset[row]["image"] for row in (2, 1)]
 
 
 def test_invented_ids_tell_splits_apart(tmp_path: Path) -> None:
@@ -204,19 +164,6 @@ def test_invented_ids_tell_splits_apart(tmp_path: Path) -> None:
     ids = [load_labelled(LabelledSource(path=str(tmp_path / "set"), split=split)).dataset["id"][:] for split in ("train", "test")]
     assert not set(ids[0]) & set(ids[1])
     assert ids[1][1].endswith("test/1")
-
-
-def test_a_data_loader_reads_them(tmp_path: Path) -> None:
-    images = load_labelled(image_folder(tmp_path / "set"))
-    items = PairDataset(images.dataset).__getitems__(list(range(len(images))))
-    assert [item["label"] for item in items] == images.labels().tolist()
-
-
-def test_pairs_can_have_labels_too(tmp_path: Path) -> None:
-    folder = tmp_path / "set"
-    pd.DataFrame({"image": write_images(folder), "caption": ["a"] * 6, "class": ["b"] * 6}).to_csv(folder / "captions.csv")
-    assert load_pairs(PairSource(path=str(folder), labels=True))["label"][:] == ["b"] * 6
-    assert "label" not in load_pairs(str(folder)).column_names
 
 
 def test_class_names_may_take_several_columns(tmp_path: Path) -> None:
@@ -354,6 +301,10 @@ def test_processes_share_the_batches(n_classes: int, replicas: int, epoch: int) 
     parts = [batches_of(sampler(num_replicas=replicas, rank=rank)) for rank in range(replicas)]
     dealt = [batch for step in zip(*parts, strict=True) for batch in step]
     whole = batches_of(sampler())
+    assert whole != batches_of(ClassBalancedSampler(labels, 2, 3, seed=1)), "drawn anew by seed and epoch"
+    made = sampler()
+    made.set_epoch(epoch + 1)
+    assert whole != batches_of(made)
     assert dealt == whole[: len(dealt)]
     assert len(whole) - len(dealt) < replicas
     drawn = [row for batch in dealt for row in batch]
@@ -361,18 +312,6 @@ def test_processes_share_the_batches(n_classes: int, replicas: int, epoch: int) 
     for rank, part in enumerate(parts):  # accelerate deals the batches of one sampler the same way
         shard = BatchSamplerShard(BatchSampler(sampler(), 6, drop_last=True), replicas, rank, even_batches=False)
         assert list(shard)[: len(part)] == part
-
-
-def test_balanced_classes_are_drawn_without_repetition_and_anew_each_epoch() -> None:
-    labels = np.repeat(np.arange(10), 8)
-    parts = [ClassBalancedSampler(labels, 5, 4, num_replicas=2, rank=rank) for rank in range(2)]
-    assert sorted([*parts[0], *parts[1]]) == list(range(80))
-    first = list(parts[0])
-    parts[0].set_epoch(1)
-    assert list(parts[0]) != first
-    parts[0].set_epoch(0)
-    assert list(parts[0]) == first
-    assert list(ClassBalancedSampler(labels, 5, 4, seed=1)) != list(ClassBalancedSampler(labels, 5, 4))
 
 
 def test_what_a_triplet_cannot_be_made_of(tmp_path: Path) -> None:
@@ -393,22 +332,7 @@ def test_what_a_triplet_cannot_be_made_of(tmp_path: Path) -> None:
 
 
 @needs_shared
-@pytest.mark.nightly
-def test_real_tiny_imagenet() -> None:
-    images = load_labelled(str(SHARED / "tiny-imagenet" / "val-0000.tar.gz"))
-    assert np.bincount(images.labels()).tolist() == [50] * 200
-    assert images.classes[0] == "goldfish, Carassius auratus"
-    words = load_pairs(PairSource(path=str(SHARED / "tiny-imagenet" / "val-0000.tar.gz"), limit=20))["caption"][:]
-    assert images.class_names()[:20] == [text for (text,) in words]
-
-
-@needs_shared
 def test_real_omniglot() -> None:
     images = load_labelled(str(SHARED / "omniglot"))
     assert np.bincount(images.labels()).tolist() == [20] * 242
     assert images.classes[:2] == ["Balinese character01", "Balinese character02"]
-    alphabets = load_labelled(LabelledSource(path=str(SHARED / "omniglot"), label_column="json.alphabet"))
-    assert len(alphabets.classes) == 8
-    assert [name.split(" ")[0] for name in images.class_names()[::97]] == [
-        name.split(" ")[0] for name in alphabets.class_names()[::97]
-    ]

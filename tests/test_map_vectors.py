@@ -1,10 +1,11 @@
-"""Stored vectors of any format, read as one side of a map, of an evaluation, or of a lost old model."""
+"""Stored vectors of any format, read as one side of a map, an evaluation or a lost model, and checked as pairs."""
 
 from __future__ import annotations
 
 import gzip
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +16,22 @@ import pyarrow.parquet as pq
 import pytest
 
 from xcompat import XcompatError
-from xcompat.core import arrays
 from xcompat.embeddings.embed import embed_images
-from xcompat.mapping import load_paired
-from xcompat.mapping.request import MapRequest
-from xcompat.mapping.sides import read_sides, side_files
+from xcompat.mapping import PairedEmbeddings, fit_map, load_paired
+from xcompat.mapping.agreement import choose_by_labels_or_agreement
+from xcompat.mapping.candidates import LINES, WHITENED, Candidate
+from xcompat.mapping.choice_report import as_json, describe_choice
+from xcompat.mapping.cleaning import drop_wrong_pairs
+from xcompat.mapping.held_out import HeldOutClasses
+from xcompat.mapping.pair_checks import find_right_pairs, first_of_copies
+from xcompat.mapping.sides import read_sides
 from xcompat.models.stored import StoredModel
 from xcompat.training.folder_test_sets import load_embedding_folder
 from xcompat.vectors import read_vectors
 from xcompat.vectors.formats import is_stored, is_table, stored_at
 
 ITEMS, DIM = 40, 6
+TEXTS = Path(__file__).parents[2] / "shared" / "data" / "text" / "embeddings"
 IDS = [f"item {row}" for row in range(ITEMS)]
 
 
@@ -59,6 +65,7 @@ def shards(folder: Path, rows: np.ndarray) -> Path:
 FORMATS: dict[str, Callable[[Path, np.ndarray], Path]] = {
     "list": lambda here, rows: parquet(here / "a.parquet", rows, kind=pa.list_(pa.float32())),
     "double": lambda here, rows: parquet(here / "a.parquet", rows, kind=pa.large_list(pa.float64())),
+    "half": lambda here, rows: parquet(here / "a.parquet", rows.astype(np.float16), kind=pa.list_(pa.float16())),
     "fixed": lambda here, rows: parquet(here / "a.parquet", rows, kind=pa.list_(pa.float32(), DIM)),
     "json": lambda here, rows: json_lines(here / "a.jsonl", rows),
     "values": lambda here, rows: json_lines(here / "a.ndjson", rows, column="values"),
@@ -69,18 +76,11 @@ FORMATS: dict[str, Callable[[Path, np.ndarray], Path]] = {
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_tables_hold_ids_and_rows(name: str, tmp_path: Path) -> None:
-    rows = made()
+    rows = made().astype(np.float16 if name == "half" else np.float32)
     path = FORMATS[name](tmp_path, rows)
     found = read_vectors(path)
-    assert is_table(path) and found.ids == IDS and found.rows_ND.dtype == np.float32
+    assert is_table(path) and found.ids == IDS and found.rows_ND.dtype == rows.dtype, "half precision stays half"
     assert isinstance(found.rows_ND, np.memmap), "read into memory that is mapped"
-    np.testing.assert_array_equal(found.rows_ND, rows)
-
-
-def test_half_precision_stays_half(tmp_path: Path) -> None:
-    rows = made().astype(np.float16)
-    found = read_vectors(parquet(tmp_path / "a.parquet", rows, kind=pa.list_(pa.float16())))
-    assert found.rows_ND.dtype == np.float16
     np.testing.assert_array_equal(found.rows_ND, rows)
 
 
@@ -146,12 +146,6 @@ def test_scales_that_say_nothing_are_one_line(what: str, tmp_path: Path) -> None
         read_vectors(tmp_path / "a.npy")
 
 
-def _edited(row: int, edit: Callable[[np.ndarray], object]) -> np.ndarray:
-    rows = made()
-    edit(rows[row])
-    return rows
-
-
 BAD: dict[str, tuple[Callable[[Path], Path], str]] = {
     "text": (lambda here: parquet(here / "a.parquet", ["a red shoe"] * ITEMS), "row 0 of .* holds no vector .'a red shoe'"),
     "text in JSON": (lambda here: json_lines(here / "a.jsonl", ["AAAA"] * ITEMS), "holds no vector .'AAAA'"),
@@ -206,24 +200,6 @@ def test_sides_that_do_not_fit_are_one_line(what: str, tmp_path: Path) -> None:
         load_paired(parquet(tmp_path / "old.parquet", made()), write(tmp_path))
 
 
-def test_common_ids_are_counted_and_the_first_other_one_is_named(tmp_path: Path) -> None:
-    old, new = parquet(tmp_path / "old.parquet", made()), parquet(tmp_path / "new.parquet", made(1)[5:], IDS[5:])
-    found = load_paired(old, new)
-    np.testing.assert_array_equal(found.old_Nd, made()[5:])
-    given = "Both sides have 35 items; 40 old and 35 new ones were given, and 'item 0' is the first that they do not share."
-    assert found.notes == (given,)
-
-
-def test_a_table_stands_for_the_one_kind_that_the_other_side_has(tmp_path: Path) -> None:
-    (tmp_path / "old").mkdir()
-    parquet(tmp_path / "old" / "text_embeds.parquet", made())
-    found = load_paired(tmp_path / "old", json_lines(tmp_path / "new.jsonl", made(1)))
-    np.testing.assert_array_equal(found.new_ND, made(1))
-    parquet(tmp_path / "old" / "image_embeds.parquet", made())
-    with pytest.raises(XcompatError, match="contains image and text embeddings, .* item embeddings"):
-        load_paired(tmp_path / "old", tmp_path / "new.jsonl")
-
-
 def test_an_evaluation_reads_tables_in_place_of_arrays(tmp_path: Path) -> None:
     (tmp_path / "image_embeds").mkdir()
     parquet(tmp_path / "image_embeds" / "part-0.parquet", made()[:9], IDS[:9])
@@ -235,21 +211,6 @@ def test_an_evaluation_reads_tables_in_place_of_arrays(tmp_path: Path) -> None:
     found = load_embedding_folder(tmp_path)
     assert found.image_ids == found.text_ids == IDS
     np.testing.assert_array_equal(found.image_embeds_ND, made())
-
-
-def test_scales_and_offsets_are_among_the_files_that_make_a_map(tmp_path: Path) -> None:
-    file = tmp_path / "old.npy"
-    np.save(file, np.full((ITEMS, DIM), 50, np.int8))
-    np.save(tmp_path / "new.npy", made())
-    told = []
-    for name, steps in {
-        "old_scale.npy": 1.0,
-        "old_offset.npy": np.full((1, DIM), 0.5),
-        "old_scale": np.full((1, DIM), 2),
-    }.items():
-        np.save(tmp_path / name, np.array(steps, np.float32))
-        told.append(MapRequest(file, tmp_path / "new.npy", tmp_path / "map").inputs["old"])
-    assert len(set(told)) == 3 and [each.name for each in side_files(file)] == ["old.npy", "old_scale.npy", "old_offset.npy"]
 
 
 def test_of_two_files_for_one_kind_neither_is_taken(tmp_path: Path) -> None:
@@ -273,22 +234,6 @@ def test_a_lost_model_is_known_by_a_table(tmp_path: Path) -> None:
     assert model.lookup(IDS[1:]).shape == (ITEMS - 1, DIM)
 
 
-def test_of_a_lost_model_a_part_is_read_at_a_time_and_nothing_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    np.save(tmp_path / "image_embeds.npy", 3 * made())
-    (tmp_path / "image_ids.txt").write_text("\n".join(IDS))
-    model, images, read = StoredModel(tmp_path), datasets.Dataset.from_dict({"id": IDS[::-1]}), list[int]()
-
-    def rows_of(array: np.ndarray, rows: np.ndarray) -> np.ndarray:
-        read.append(len(rows))
-        return array[rows]
-
-    monkeypatch.setattr(arrays, "copy_rows", rows_of)
-    for _ in range(2):
-        cache = embed_images(model, images, tmp_path / "cache", "digest", shard_rows=16)
-        np.testing.assert_allclose(cache[:], made()[::-1], atol=1e-3)
-    assert read == [16, 16, 8], "a finished cache is only opened"
-
-
 def test_a_lost_model_leaves_out_rows_without_an_embedding(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     rows: list = list(made())
     rows[2], rows[5] = None, np.zeros(DIM, np.float32)
@@ -299,3 +244,84 @@ def test_a_lost_model_leaves_out_rows_without_an_embedding(tmp_path: Path, caplo
     assert "2 of 40 rows" in caplog.text and "row 2 ('item 2') has no embedding; row 5 ('item 5') holds only zeros" in caplog.text
     cache = embed_images(model, images, tmp_path / "cache", "digest", shard_rows=16)
     assert np.flatnonzero(~cache.readable()).tolist() == [2, 5]
+
+
+def drawn(seed: int = 0, noise: float = 0.4, items: int = 600) -> tuple[np.ndarray, np.ndarray]:
+    """Embed the same items by two models, one of which sees them through noise."""
+    draw = np.random.default_rng(seed)
+    meant = draw.standard_normal((items, 16))
+    turn = np.linalg.qr(draw.standard_normal((24, 24)))[0][:16]
+    return normalised(meant @ turn), normalised(meant + noise * draw.standard_normal(meant.shape))
+
+
+def mixed_up(old: np.ndarray, share: float) -> tuple[np.ndarray, np.ndarray]:
+    """Give the first items the old embeddings of each other; return them and which they are."""
+    count = round(share * len(old))
+    return np.concatenate([np.roll(old[:count], 1, axis=0), old[count:]]), np.arange(len(old)) < count
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5])
+def test_wrong_pairs_are_found(share: float) -> None:
+    new, old = drawn()
+    wrong_old, is_wrong = mixed_up(old, share)
+    kept = find_right_pairs(new, wrong_old)
+    assert kept is not None
+    assert (~kept[is_wrong]).mean() > 0.95 and kept[~is_wrong].mean() > 0.97
+
+
+@pytest.mark.parametrize("noise", [0.1, 0.5, 1.0, 2.0, 1e6])
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_right_pairs_are_never_dropped(noise: float, seed: int) -> None:
+    assert find_right_pairs(*drawn(seed, noise)) is None
+
+
+@pytest.mark.skipif(not TEXTS.exists(), reason="the embeddings of real text models are not here")
+def test_real_pairs_are_never_dropped() -> None:
+    for name in ("scifact_docs", "generic"):
+        sides = [np.load(TEXTS / model / f"{name}.npy")[:2000] for model in ("all-minilm-l6", "wordllama")]
+        assert find_right_pairs(*sides) is None, name
+    mixed, is_wrong = mixed_up(sides[1], 0.1)
+    kept = find_right_pairs(sides[0], mixed)
+    assert kept is not None and (~kept[is_wrong]).mean() > 0.8 and kept[~is_wrong].mean() > 0.98
+
+
+def test_dropped_pairs_are_counted_and_the_map_is_better() -> None:
+    new, old = drawn()
+    wrong_old, is_wrong = mixed_up(old, 0.3)
+    right = drop_wrong_pairs(PairedEmbeddings(new, wrong_old))
+    assert right.rows_R is not None and right.dropped == len(old) - len(right.pairs) == len(old) - len(right.rows_R)
+    assert f"Dropped {right.dropped} of 600 pairs" in right.pairs.notes[-1]
+    fitted = fit_map(wrong_old, new)
+    assert fitted.dropped == right.dropped
+    cosines = (fitted.to_space(new) * old).sum(1)[is_wrong]
+    assert cosines.mean() > 0.8, "items whose pair was wrong are mapped to their own place"
+
+
+def test_copies_are_the_pairs_equal_on_both_sides() -> None:
+    new, old = drawn(items=50)
+    new, old = np.concatenate([new, new[:5], new[5:8]]), np.concatenate([old, old[:5], old[10:13]])
+    first = first_of_copies(new.astype(np.float16), old)
+    assert first is not None
+    np.testing.assert_array_equal(first, [*range(50), 55, 56, 57])
+    assert first_of_copies(new[:50], old[:50]) is None
+
+
+def test_copies_are_held_out_once_and_said() -> None:
+    new, old = drawn(items=200)
+    labels = np.arange(200) % 10
+    pairs = PairedEmbeddings(*(np.concatenate([side, side]) for side in (new, old)), np.concatenate([labels, labels]))
+    choice = choose_by_labels_or_agreement(pairs, "unknown", 0, {WHITENED: LINES[WHITENED]})
+    alone = choose_by_labels_or_agreement(PairedEmbeddings(new, old, labels), "unknown", 0, {WHITENED: LINES[WHITENED]})
+    assert choice.copies == 200 and as_json(choice)["copies"] == 200 and choice.floor == alone.floor
+    assert any("200 items are exact copies of others" in line for line in describe_choice(choice))
+    lines = describe_choice(replace(choice, by_chance=True))
+    assert any(line.startswith("! No better than chance") for line in lines)
+    assert not any(line.startswith("New queries are surely at or above") for line in lines)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_labels_at_random_are_no_better_than_chance(seed: int) -> None:
+    new, old = drawn(seed, items=480)
+    labels = np.random.default_rng(100 + seed).permutation(np.arange(480) % 12)
+    held = HeldOutClasses(PairedEmbeddings(new, old, labels), "unknown", LINES, seed)
+    assert held.is_by_chance(Candidate(WHITENED))

@@ -1,15 +1,21 @@
-"""Training from Python, on data sets in memory: the same as a recipe, for a direct method, XBT, and maps."""
+"""Training from Python on data sets in memory, the same as a recipe; and the notebooks of docs/notebooks, whose cells run."""
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 from typing import Any
 
 import datasets
+import matplotlib.pyplot as plt
+import nbformat
 import numpy as np
 import pytest
 import torch
+from nbclient import NotebookClient
 from PIL import Image
+from test_docs import ROOT
 from transformers import AutoModel, TrainingArguments
 
 from xcompat import FingerprintMismatchError, ProjectionModel, XcompatError
@@ -103,11 +109,10 @@ def test_xbt_learns_from_pairs(pairs: datasets.Dataset, folder_of: dict[str, str
 
 
 @pytest.mark.parametrize("kind", ["photos", "pairs", "texts"])
-@pytest.mark.parametrize("method", ["query_map", "projection"])
 def test_a_map_learns_from_whatever_both_models_embed(
-    method: str, kind: str, folder_of: dict[str, str], old_folder: str, tmp_path: Path, request: pytest.FixtureRequest
+    kind: str, folder_of: dict[str, str], old_folder: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    model, old = built(method, folder_of, old_folder), load_embedder(old_folder)
+    model, old = built("query_map", folder_of, old_folder), load_embedder(old_folder)
     assert moved(model, CompatTrainer(model, settings(tmp_path), request.getfixturevalue(kind), old=old))
     model.save_pretrained(tmp_path / "model")
     assert AutoModel.from_pretrained(tmp_path / "model").fingerprint() == model.fingerprint()
@@ -121,12 +126,6 @@ def test_a_map_learns_from_views_of_images(
     model, data = built("fct", folder_of, old_folder), {"augmentation": {"min_scale": 0.3}, "views": 3}
     trainer = CompatTrainer(model, settings(tmp_path), request.getfixturevalue(kind), old=old_folder, data=data)
     assert len(trainer.train_dataset) == 3 * COUNT and len(list((tmp_path / "cache").iterdir())) == 6, "three views of each model"
-
-
-def test_direct_learns_from_pairs(pairs: datasets.Dataset, folder_of: dict[str, str], old_folder: str, tmp_path: Path) -> None:
-    model = built("direct", folder_of, old_folder, train_encoder="all")
-    assert moved(model, CompatTrainer(model, settings(tmp_path), pairs, old=old_folder, cache_dir=tmp_path / "kept"))
-    assert len(list((tmp_path / "kept").iterdir())) == 2, "of images and of captions"
 
 
 def test_batch_embeds_equal_cache(pairs: datasets.Dataset, folder_of: dict[str, str], old_folder: str, tmp_path: Path) -> None:
@@ -217,10 +216,57 @@ def test_what_cannot_be_trained_so_is_refused_in_one_line(
     assert arguments.remove_unused_columns, "the user's own arguments stay as they are"
 
 
-def test_what_the_optimiser_does_not_read_is_refused_here_too(tmp_path: Path) -> None:
-    from xcompat.training.stage_recipe import StageRecipe
-    from xcompat.training.trainer import _optimiser
+FOLDER = ROOT / "docs" / "notebooks"
+SAID = (ROOT / "docs" / "notebooks.md").read_text(encoding="utf-8")
+NOTEBOOKS = sorted(path.stem for path in FOLDER.glob("*.ipynb"))
+RESULT = "import json; print(json.dumps([(case.label, case.direction, case.metrics) for case in result.cases]))"
 
-    for given, said in (({"adam_beta1": 0.5}, "adam_beta1: sgd ignores it"), ({"optim_args": "a=1"}, "no option 'a'")):
-        with pytest.raises(XcompatError, match=said):
-            _optimiser(settings(tmp_path, **{"optim": "sgd", **given}), StageRecipe(method="direct"))
+
+def found_by(name: str, folder: Path) -> dict[tuple[str, str], dict[str, Any]]:
+    """Execute a notebook in a folder, in a process of its own; return the metrics of its cases by case and direction."""
+    notebook = nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)
+    notebook.cells.append(nbformat.v4.new_code_cell(RESULT))
+    NotebookClient(notebook, timeout=600, kernel_name="python3", resources={"metadata": {"path": str(folder)}}).execute()
+    (output,) = notebook.cells[-1].outputs
+    return {(case, direction): metrics for case, direction, metrics in json.loads(output["text"])}
+
+
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_notebooks_are_kept_without_outputs(name: str) -> None:
+    """Outputs would hold images, times and folders of whoever ran it last."""
+    notebook = nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)
+    nbformat.validate(notebook)
+    assert not [cell for cell in notebook.cells if cell.get("outputs") or cell.get("execution_count")]
+    assert set(notebook.metadata) == {"kernelspec", "language_info"}
+    assert f"(notebooks/{name}.ipynb)" in SAID
+
+
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_every_cell_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this process, with one step or epoch for each training."""
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    for cell in nbformat.read(FOLDER / f"{name}.ipynb", as_version=4).cells:
+        if cell.cell_type == "code":
+            exec(compile(re.sub(r"\b(epochs|steps)=\d+", r"\1=1", cell.source), name, "exec"), names)  # noqa: S102 - our own
+    plt.close("all")
+    assert {"old/old", "new/old", "independent/old"} <= {case.label for case in names["result"].cases}
+
+
+@pytest.mark.nightly
+def test_photos(tmp_path: Path) -> None:
+    """A map lets a better model find more in the index of a weak one, where it found nothing before."""
+    cases = found_by("photos", tmp_path)
+    found = {case: metrics["cmc@5"] for (case, _), metrics in cases.items()}
+    assert found["independent/old"] < 0.3 < found["old/old"] + 0.1 < found["new/old"] < found["new/new"]
+
+
+@pytest.mark.nightly
+def test_image_text(tmp_path: Path) -> None:
+    """φ, which saw no image, brings images as well as texts into the old space."""
+    cases = found_by("image_text", tmp_path)
+    for direction in ("image-to-text", "text-to-image"):
+        found = {case: metrics["recall@10"] for (case, way), metrics in cases.items() if way == direction}
+        assert found["independent/old"] < 0.3, "of 100 items, chance is a tenth"
+        assert found["phi/old"] > 0.8 and found["new/old"] > 0.8
+    assert set(found) == {"old/old", "independent/old", "phi/old", "rotation/old", "new/old", "independent/independent"}

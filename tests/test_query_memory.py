@@ -177,14 +177,6 @@ def test_the_page_that_does_without_the_package_gives_the_same_queries(remembers
     np.testing.assert_allclose(found, model.to_space(embeds).numpy(), atol=1e-5)
 
 
-def test_without_entries_only_the_metric_is_worn() -> None:
-    memory = QueryMemory(NEW, OLD, 0)
-    queries = torch.from_numpy(unit(3, OLD, 2))
-    torch.testing.assert_close(memory(torch.from_numpy(unit(3, NEW, 3)), queries), queries)
-    memory.metric = filled().metric
-    assert not torch.allclose(memory(torch.from_numpy(unit(3, NEW, 3)), queries), queries, atol=1e-2)
-
-
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
