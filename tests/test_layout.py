@@ -3,27 +3,35 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import re
 import sys
 import tomllib
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
 import grimp
 
 ROOT = Path(__file__).resolve().parents[1]
-MODULES = sorted((ROOT / "xcompat").rglob("*.py"))
 LONGEST_FILE = 600
 LONGEST_FUNCTION = 60
 
 
+@cache
+def parsed() -> dict[Path, list[ast.AST]]:
+    """Return the nodes of every module."""
+    modules = sorted((ROOT / "xcompat").rglob("*.py"))
+    return {path: list(ast.walk(ast.parse(path.read_text(encoding="utf-8")))) for path in modules}
+
+
 def test_files_and_functions_are_short() -> None:
     long = []
-    for path in MODULES:
-        source, name = path.read_text(encoding="utf-8"), path.relative_to(ROOT).as_posix()
-        if (lines := len(source.splitlines())) > LONGEST_FILE:
+    for path, nodes in parsed().items():
+        name = path.relative_to(ROOT).as_posix()
+        if (lines := len(path.read_text(encoding="utf-8").splitlines())) > LONGEST_FILE:
             long.append(f"{name}: {lines} lines")
-        for node in ast.walk(ast.parse(source)):
+        for node in nodes:
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 lines = (node.end_lineno or node.lineno) - node.lineno + 1
                 if lines > LONGEST_FUNCTION:
@@ -40,9 +48,9 @@ def test_no_imports_go_in_a_circle() -> None:
 def test_what_only_one_layer_may_know_stays_there() -> None:
     frameworks = dict.fromkeys(("langchain_core", "llama_index", "haystack"), "integrations")
     homes = {"Trainer": "training", "peft": "encoders", "open_clip": "encoders", **frameworks}
-    for path in MODULES:
+    for path, nodes in parsed().items():
         layer = path.relative_to(ROOT / "xcompat").parts[0]
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in nodes:
             modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
             for known in (part.split(".")[0] for part in [*modules, *names]):
@@ -58,12 +66,11 @@ def test_every_dependency_is_imported_and_every_import_is_a_dependency() -> None
         | {"qdrant_client": "qdrant-client", "sqlite_vec": "sqlite-vec"}
     )
     imported = set()
-    for path in MODULES:
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Import):
-                imported |= {alias.name.split(".")[0] for alias in node.names}
-            elif isinstance(node, ast.ImportFrom) and node.module:
-                imported.add(node.module.split(".")[0])
+    for node in itertools.chain.from_iterable(parsed().values()):
+        if isinstance(node, ast.Import):
+            imported |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            imported.add(node.module.split(".")[0])
     third_party = {called.get(name, name) for name in imported - set(sys.stdlib_module_names) - {"xcompat"}}
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]

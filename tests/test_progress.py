@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from xcompat.core import progress
-from xcompat.core.progress import Waiting, advance_bar, progress_bar, redirect_bars, results_on_stdout
+from xcompat.core.progress import Waiting, advance_bar, progress_bar, results_on_stdout
 from xcompat.training.callbacks import ProgressCallback
 
 
@@ -95,20 +95,6 @@ def test_progress_lines_without_tty(clock: Clock, capsys: pytest.CaptureFixture[
     assert [line.split(":")[1].split(",")[0] for line in said] == [" 30 of 100 (30 %)", " 60 of 100 (60 %)", " 90 of 100 (90 %)"]
     assert all(line.startswith("  embedding images wi … e of a folder/run-7: ") for line in said)
     assert said[0].endswith(", 2 images/s, 12 s")
-
-
-def test_a_follower_sees_what_bars_would_draw_and_nothing_is_printed(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
-    seen: list[tuple[str, float, float | None]] = []
-    with redirect_bars(lambda task: seen.append((task.description, task.completed, task.total))), progress_bar() as bar:
-        bar.get_time = clock
-        task = bar.add_task("mapping", total=100, rate="")
-        for _ in range(2):
-            clock.now += 20
-            advance_bar(bar, task, 50, "embeddings")
-    assert seen == [("mapping", 50, 100), ("mapping", 100, 100)] and capsys.readouterr().out == ""
-    with progress_bar() as bar:
-        advance_bar(bar, bar.add_task("mapping", total=100, rate=""), 50, "embeddings")
-    assert len(seen) == 2
 
 
 def test_results_alone_are_on_stdout(capsys: pytest.CaptureFixture[str]) -> None:
