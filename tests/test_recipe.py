@@ -104,10 +104,6 @@ def test_a_stage_may_be_called_in_any_language(tmp_path: Path, name: str) -> Non
     assert recipe.stage_dir(recipe.stages[1].name) == Path("runs/demo") / name
 
 
-def test_the_largest_seed_is_one(tmp_path: Path) -> None:
-    assert load(tmp_path, GOOD, "seed=4294967294", "stages.1.seed_offset=1").stages[1].seed_offset == 1
-
-
 def test_an_override_below_nothing_begins_a_section(tmp_path: Path) -> None:
     text = GOOD.replace("projection: stage:phi\n", "projection: stage:phi\n    options: {adapters: null}\n")
     recipe = load(tmp_path, text, "stages.pair.options.adapters.lora.rank=8")
@@ -120,14 +116,10 @@ def test_an_override_below_nothing_begins_a_section(tmp_path: Path) -> None:
     ("overrides", "message"),
     [
         (["metod=xbt"], "unknown key 'stages.0.metod'; did you mean 'method'"),
-        (["data.pair.path=x"], "unknown key 'stages.0.data.pair'; did you mean 'pairs'"),
         (["data.pairs.pth=x"], "unknown key 'stages.0.data.pairs.pth'; did you mean 'path'"),
-        (["training.learning_rat=1"], "unknown key 'training.learning_rat'; did you mean 'learning_rate'"),
         (["training.output_dir=x"], "unknown key 'training.output_dir'"),
         (["stages.0.options.noise_st=1"], "unknown key 'options.noise_st' for method projection; did you mean 'noise_std'"),
-        (["stages.0.options.encoder=1"], "unknown key 'options.encoder'"),
         (["stages.0.method=bct", "stages.0.options={classes: [cat]}"], "unknown key 'options.classes' for method bct"),
-        (["stages.0.method=xtb"], "unknown method 'xtb'; did you mean 'xbt'"),
         (["stages.1.projection=stage:fi"], "refers to 'fi', which is not an earlier stage .earlier: phi"),
         (["stages.1.evaluation.compare_with=[nope]"], "refers to 'nope'"),
         (["stages.1.evaluation.slerp=1.5"], "evaluation.slerp: .*less than or equal to 1"),
@@ -136,7 +128,6 @@ def test_an_override_below_nothing_begins_a_section(tmp_path: Path) -> None:
             "evaluation.slerp reports its results as .slerp.; rename the stage",
         ),
         (called("old"), "stage 'pair': evaluation.compare_with names old, a name reserved in reports; rename the stage"),
-        (called("new"), "evaluation.compare_with names new, a name reserved"),
         (called("old+memory"), "evaluation.compare_with names old.memory, a name reserved"),
         (
             ["stages.0.method=fct", "stages.0.options={}"],
@@ -145,7 +136,6 @@ def test_an_override_below_nothing_begins_a_section(tmp_path: Path) -> None:
         (["stages.0.method=procrustes", "stages.0.options={direction: old_to_new}"], "names phi, which maps galleries"),
         (["stages.1.name=phi"], "two stages are called 'phi'"),
         (["stages.7.name=x"], "unknown stage 7; stages are numbered from 0 to 1, and named phi, pair"),
-        (["stages.fi.name=x"], "unknown stage fi; stages are numbered from 0 to 1, and named phi, pair"),
         (["prompt_lr_factor=-1"], "prompt_lr_factor: .*greater than 0"),
         (["new=some/model", "new.model.depths=[1]"], "new.model.depths: new is not a mapping; set new as a whole"),
         (["stages.0.method.x=1"], "stages.0.method.x: stages.0.method is not a mapping; set"),
@@ -160,44 +150,26 @@ def test_an_override_below_nothing_begins_a_section(tmp_path: Path) -> None:
         ),
         (["stages.1.old=own/model", "old={name: x}", "old.name=y"], "stage 1 .pair. sets old itself: override stages.pair.old"),
         (["data={"], "the value is not valid YAML"),
-        (["training.max_steps=0"], "training.max_steps: 0 trains nothing; set 1 or more"),
         (["training.max_steps=-5"], "training.max_steps: -5 trains nothing"),
-        (["training.max_steps=[1]"], "training.max_steps: Input should be a valid integer .found .1."),
         (
             ["training.num_train_epochs=0", "training.max_steps=-1"],
             "training.num_train_epochs: 0 trains nothing; set more than 0, or training.max_steps",
         ),
-        (["training.per_device_train_batch_size=0"], "training.per_device_train_batch_size: .*greater than or equal to 1"),
-        (["training.gradient_accumulation_steps=-1"], "training.gradient_accumulation_steps: .*greater than or equal to 1"),
-        (["stages.1.training.learning_rate=-1"], "training.learning_rate: Input should be greater than 0"),
+        (["training.log_level=loud"], "training.log_level: Input should be '.*', .* or '.*found 'loud'"),
         (["training.weight_decay=.inf"], "training.weight_decay: Input should be a finite number, without quotes .found inf"),
         (["training.warmup_steps='3'"], "training.warmup_steps: Input should be a finite number, without quotes .found '3'"),
-        (["training.save_steps=0"], "training.save_steps: Input should be greater than 0"),
-        (["training.adam_beta2=1"], "training.adam_beta2: Input should be less than 1"),
-        (["stages.1.options={adapters: {prompts: four}}"], "options.adapters.prompts: .*valid integer.*found 'four'"),
         (["stages.1.options={adapters: {lora: 4}}"], "options.adapters.lora: .*LoraSettings.*found 4"),
         (["stages.0.options.noise_std=high"], "options.noise_std: .*valid number.*found 'high'"),
-        (["stages.0.options.noise_std=-1"], "options.noise_std: Input should be greater than or equal to 0 .found -1"),
         (
             ["stages.1.method=mixbct", "stages.1.options={mixed_share: 30}"],
             "options.mixed_share: Input should be less than or equal to 1",
         ),
         (["stages.1.method=unibct", "stages.1.options={refresh_at: [10, 20]}"], "options.refresh_at: .* less than 1 .found 10"),
-        (
-            ["stages.1.method=ridge", "stages.1.options={logit_scale: 0}"],
-            "options.logit_scale: Input should be greater than 0 .found 0",
-        ),
-        (["evaluation.ks=[0, -3]"], "evaluation.ks.0: Input should be greater than or equal to 1"),
         (["stages.0.name=report"], "the stage name 'report' is reserved for the run's report"),
-        (["seed=-1"], "seed: Input should be greater than or equal to 0"),
-        (["seed=99999999999"], "seed: Input should be less than 4294967296"),
         (["seeds=[0, 4294967296]"], "seeds.1: Input should be less than 4294967296"),
         (["seed=4294967290", "stages.0.seed_offset=6"], "stage 'phi': seed 4294967290 and seed_offset 6 add up to 4294967296"),
-        (["seeds=[4294967295]", "stages.1.seed_offset=1"], "stage 'pair': seed 4294967295 and seed_offset 1 add up to"),
         (["stages.0.name=../evil/x"], "stages.0.name: '../evil/x' cannot be a folder name; remove slashes"),
-        (["stages.0.name=/tmp/x"], "stages.0.name: '/tmp/x' cannot be"),
         (["stages.0.name=a\\b"], r"stages.0.name: 'a.*b' cannot be"),
-        (["stages.0.name=."], "stages.0.name: '.' cannot be"),
         (["stages.0.name=.."], "stages.0.name: '..' cannot be"),
         (['stages.0.name="a\\nb"'], "stages.0.name: 'a.*b' cannot be"),
         ([f"stages.0.name={'a' * 101}"], "stages.0.name: 'aaaaaaaaaaaaaaaaaaaa'… is longer than 100 characters"),
@@ -205,13 +177,9 @@ def test_an_override_below_nothing_begins_a_section(tmp_path: Path) -> None:
         ([shots("[]")], "data.zero_shot.templates: templates is empty; add a prompt"),
         ([shots("['a {}', 'a {name}']")], "data.zero_shot.templates: 'a {name}' must contain {} once, for the class"),
         ([shots("['100% {} {']")], "'100% {} {' must contain {} once, .*; double other braces: {{ and }}"),
-        ([shots("['a photo']")], "'a photo' must contain {} once"),
         ([shots("['{} and {}']")], "'{} and {}' must contain {} once"),
-        ([shots("['{0}']")], "'{0}' must contain {} once"),
         ([shots("['{:d}']")], "'{:d}' must contain {} once"),
         (["stages=null"], "stages must be a list"),
-        (["stages=[xbt]"], "stages must be a list"),
-        (["stages=7"], "stages must be a list"),
     ],
 )
 def test_a_mistake_is_named_in_one_line(tmp_path: Path, overrides: list[str], message: str) -> None:
@@ -356,8 +324,3 @@ def test_anchors_of_ordinary_recipes_are_followed(tmp_path: Path) -> None:
     anchored = GOOD.replace("training: {learning_rate: 1e-4", "training: &usual {learning_rate: 1e-4")
     anchored = anchored.replace("training: {learning_rate: 2e-3}", "training: {<<: *usual, learning_rate: 2e-3}")
     assert load(tmp_path, anchored) == load(tmp_path, GOOD)
-
-
-def test_a_missing_recipe_is_named(tmp_path: Path) -> None:
-    with pytest.raises(XcompatError, match="nowhere.yaml does not exist"):
-        load_recipe(tmp_path / "nowhere.yaml")

@@ -118,13 +118,6 @@ def test_frameworks_ask_the_service_for_queries_and_documents(map_folder: str) -
         CompatEmbeddings(map_folder, device="cpu", embed_with=service)
 
 
-def test_as_many_texts_are_asked_as_the_service_takes(map_folder: str) -> None:
-    service = Service(NEW_DIM)
-    served = ServedMap.load(map_folder, Provider(service, "letters", batch=25))
-    np.testing.assert_allclose(served.embed(TEXTS), new(TEXTS), atol=1e-6)
-    assert [len(call) for call in service.calls] == [25, 25, 10]
-
-
 def test_a_gallery_takes_texts_that_the_service_embedded(gallery: Gallery, map_folder: str) -> None:
     served = ServedMap.load(map_folder, Service(NEW_DIM))
     gallery.add(served.embed(["a tall ship"]), ["ship"], version=served.model)

@@ -57,23 +57,6 @@ def place(tmp_path: Path) -> LancePlace:
     return found
 
 
-def test_the_command_line_re_embeds_by_a_service(place: LancePlace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Verify accepts answers that are not the same bits."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "migration_service.py").write_text(MODULE)
-    named = ["--model", "big-3", "--embed", "about", "--embed-with", "migration_service:embed"]
-    for verb, options, said in [
-        ("plan", [*named, "--price-per-million-tokens", "1000"], "the texts of 40 rows: about 168 tokens, about 0.17"),
-        ("start", [*named, "--batch", "16", "--requests-per-minute", "1e6"], "40 rows written; run `xcompat migrate verify`"),
-        ("verify", named, "ready; run `xcompat migrate switch`"),
-        ("switch", named, "has the new vectors"),
-        ("finish", [], "_before from"),
-    ]:
-        result = CliRunner().invoke(app, ["migrate", verb, place.uri(), *options])
-        assert result.exit_code == 0 and said in " ".join(result.stdout.split()), (verb, result.stdout, result.exception)
-    assert place.dim() == NEW_DIM and place.open().spaces()["embedding"].fingerprint.name == "big-3"  # type: ignore[union-attr]
-
-
 def test_a_killed_start_continues_and_pays_for_few_texts_again(place: LancePlace, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ServiceEmbedding, "max_batch", 10)
     first, then = Service(calls=4), Service()
@@ -87,17 +70,6 @@ def test_a_killed_start_continues_and_pays_for_few_texts_again(place: LancePlace
     assert migration.verify(place.open(), ServiceEmbedding(provider, "about")).passed
 
 
-def test_a_service_that_fails_is_asked_again_and_then_named(place: LancePlace, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("xcompat.embeddings.provider.LONGEST_WAIT", 0)
-
-    def fail(texts: list[str]) -> Any:
-        raise ConnectionError("no answer")
-
-    with pytest.raises(XcompatError, match=r"big-3 failed 4 times \(.*no answer.*\); run the command again to continue"):
-        migration.start(place.open(), ServiceEmbedding(Provider(fail, "big-3"), "about"))
-    assert place.open().record(migration.RECORD) is None
-
-
 def test_another_model_under_the_same_name_is_refused(place: LancePlace) -> None:
     migration.start(place.open(), ServiceEmbedding(Provider(Service(), "big-3"), "about"))
     other = ServiceEmbedding(Provider(Service(seed=1), "big-3"), "about")
@@ -106,8 +78,8 @@ def test_another_model_under_the_same_name_is_refused(place: LancePlace) -> None
             verb(place.open(), other)
 
 
-def test_plan_status_and_verify_print_json(place: LancePlace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stdout contains nothing else. The duration of a short migration is in words."""
+def test_the_command_line_re_embeds_by_a_service(place: LancePlace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Verify accepts answers that are not the same bits. With --json, stdout contains nothing else."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "migration_service.py").write_text(MODULE)
     named = ["--model", "big-3", "--embed", "about", "--embed-with", "migration_service:embed"]
@@ -117,15 +89,19 @@ def test_plan_status_and_verify_print_json(place: LancePlace, tmp_path: Path, mo
         assert result.exit_code == 0, (verb, result.output, result.exception)
         return result
 
+    assert "40 rows: about 168 tokens, about 0.17" in run("plan", *named, "--price-per-million-tokens", "1000").stdout
     planned = run("plan", *named, "--json")
     assert "less than a second to read and compute the vectors, plus time to load the model" in planned.stderr
     found = json.loads(planned.stdout)
     assert (found["rows"], found["dim"], found["where"]) == (N, NEW_DIM, None) and "168 tokens" in found["cost"]
-    run("start", *named)
+    assert "run `xcompat migrate verify`" in run("start", *named, "--batch", "16", "--requests-per-minute", "1e6").stdout
     found = json.loads(run("status", "--json").stdout)
     assert (found["state"], found["written"], found["missing"]) == ("filling", N, 0)
     found = json.loads(run("verify", *named, "--json").stdout)
     assert found["passed"] and found["compared"] == N and found["wrong"] == 0
+    run("switch", *named)
+    assert "_before from" in run("finish").stdout
+    assert place.dim() == NEW_DIM and place.open().spaces()["embedding"].fingerprint.name == "big-3"  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("answer", ["n", "y", None])

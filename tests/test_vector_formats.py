@@ -23,6 +23,7 @@ from xcompat.vectors.tables import column_names
 
 ROWS = np.random.default_rng(0).standard_normal((5, 4)).astype(np.float32)
 IDS = ["007", "b", "c d", 'e"', "é"]
+ITEMS = list(zip(IDS, ROWS.tolist(), strict=True))
 Write = Callable[[Path], Path]
 
 
@@ -84,29 +85,51 @@ def _clip_retrieval(here: Path) -> Path:
 
 
 def _points(vector: Callable[[list[float]], object] = lambda row: row) -> list[dict[str, object]]:
-    return [
-        {"id": name, "vector": vector(row.tolist()), "payload": {"text": "a", "values": 3}}
-        for name, row in zip(IDS, ROWS, strict=True)
-    ]
+    return [{"id": name, "vector": vector(row), "payload": {"text": "a", "values": 3}} for name, row in ITEMS]
 
 
-def _batch(encode: Callable[[np.ndarray], object]) -> list[object]:
-    return [
-        {
-            "custom_id": name,
-            "error": None,
-            "response": {"status_code": 200, "body": {"data": [{"index": 0, "embedding": encode(row)}]}},
-        }
-        for name, row in zip(IDS, ROWS, strict=True)
-    ]
+def _batch(encode: Callable[[list[float]], object] = lambda row: row) -> list[object]:
+    """Return answers of OpenAI's batches."""
+    bodies = ({"data": [{"index": 0, "embedding": encode(row)}]} for _, row in ITEMS)
+    answers = [{"response": {"status_code": 200, "body": body}, "error": None} for body in bodies]
+    return [answer | {"custom_id": name} for name, answer in zip(IDS, answers, strict=True)]
 
 
-HITS = [{"_index": "a", "_id": name, "_source": {"embedding": row.tolist()}} for name, row in zip(IDS, ROWS, strict=True)]
-OBJECTS = [
-    {"class": "A", "id": name, "properties": {"title": "t"}, "vectors": {"default": row.tolist()}}
-    for name, row in zip(IDS, ROWS, strict=True)
-]
-FORMATS: dict[str, Write] = {
+def _base64(row: list[float]) -> str:
+    return base64.b64encode(np.float32(row).tobytes()).decode()
+
+
+def _search_hits() -> list[object]:
+    return [{"_index": "a", "_id": name, "_source": {"embedding": row}} for name, row in ITEMS]
+
+
+DOCUMENTS: dict[str, Callable[[], object]] = {
+    "Qdrant scroll": lambda: {"result": {"points": _points(), "next_page_offset": None}, "status": "ok"},
+    "pages of a scroll": lambda: [{"result": {"points": _points()[:2]}}, {"result": {"points": _points()[2:]}}],
+    "Elasticsearch": lambda: {"hits": {"total": 5, "hits": _search_hits()}},
+    "Pinecone fetch": lambda: {"namespace": "", "vectors": {name: {"id": name, "values": row} for name, row in ITEMS}},
+    "Pinecone upsert": lambda: {"vectors": [{"id": name, "values": row} for name, row in ITEMS]},
+    "Weaviate": lambda: {
+        "objects": [{"class": "A", "id": name, "properties": {"title": "t"}, "vectors": {"default": row}} for name, row in ITEMS]
+    },
+    "Weaviate GraphQL": lambda: {
+        "data": {"Get": {"Things": [{"_additional": {"id": name, "vector": row}} for name, row in ITEMS]}}
+    },
+    "Solr": lambda: {"responseHeader": {}, "response": {"docs": [{"id": name, "vector": row} for name, row in ITEMS]}},
+    "Chroma get": lambda: {"ids": IDS, "embeddings": ROWS.tolist(), "documents": None},
+    "id to vector": lambda: dict(ITEMS),
+}
+LINES: dict[str, Callable[[], list[object]]] = {
+    "Qdrant with a named vector": lambda: list(_points(lambda row: {"image": row, "sparse": {"indices": [1]}})),
+    "Elasticsearch lines": _search_hits,
+    "mongoexport": lambda: [{"_id": {"$oid": name}, "embedding": row} for name, row in ITEMS],
+    "Bedrock batch": lambda: [{"recordId": name, "modelOutput": {"embedding": row}} for name, row in ITEMS],
+    "Gemini batch": lambda: [{"key": name, "response": {"embedding": {"values": row}}} for name, row in ITEMS],
+    "OpenAI batch": _batch,
+    "OpenAI batch in base64": lambda: _batch(_base64),
+    "JSON lines in base64": lambda: [{"key": name, "embedding": _base64(row)} for name, row in ITEMS],
+}
+FILES: dict[str, Write] = {
     "CSV of a cookbook": lambda here: _csv(here / "a.csv", ["id", "text", "embedding"]),
     "compressed TSV": lambda here: _csv(here / "a.tsv.gz", ["doc_id", "text", "vector"], "\t"),
     "Parquet with vectors as NumPy prints them": _as_numpy_prints,
@@ -115,61 +138,16 @@ FORMATS: dict[str, Write] = {
     "Feather": _feather,
     "data set on disk": _dataset,
     "clip-retrieval": _clip_retrieval,
-    "Qdrant scroll": lambda here: _json(here, {"result": {"points": _points(), "next_page_offset": None}, "status": "ok"}),
-    "pages of a scroll": lambda here: _json(here, [{"result": {"points": _points()[:2]}}, {"result": {"points": _points()[2:]}}]),
-    "Qdrant with a named vector": lambda here: _lines(
-        here, list(_points(lambda row: {"image": row, "sparse": {"indices": [1]}}))
-    ),
-    "Elasticsearch": lambda here: _json(here, {"hits": {"total": 5, "hits": HITS}}),
-    "Elasticsearch lines": lambda here: _lines(here, list(HITS)),
-    "Pinecone fetch": lambda here: _json(
-        here,
-        {"namespace": "", "vectors": {name: {"id": name, "values": row.tolist()} for name, row in zip(IDS, ROWS, strict=True)}},
-    ),
-    "Pinecone upsert": lambda here: _json(
-        here, {"vectors": [{"id": name, "values": row.tolist()} for name, row in zip(IDS, ROWS, strict=True)]}
-    ),
-    "Weaviate": lambda here: _json(here, {"objects": OBJECTS}),
-    "Weaviate GraphQL": lambda here: _json(
-        here,
-        {
-            "data": {
-                "Get": {
-                    "Things": [{"_additional": {"id": name, "vector": row.tolist()}} for name, row in zip(IDS, ROWS, strict=True)]
-                }
-            }
-        },
-    ),
-    "elasticdump": lambda here: _lines(here, list(HITS)).rename(here / "a.json"),
-    "mongoexport": lambda here: _lines(
-        here, [{"_id": {"$oid": name}, "embedding": row.tolist()} for name, row in zip(IDS, ROWS, strict=True)]
-    ),
-    "Solr": lambda here: _json(
-        here,
-        {
-            "responseHeader": {},
-            "response": {"docs": [{"id": name, "vector": row.tolist()} for name, row in zip(IDS, ROWS, strict=True)]},
-        },
-    ),
-    "Bedrock batch": lambda here: _lines(
-        here, [{"recordId": name, "modelOutput": {"embedding": row.tolist()}} for name, row in zip(IDS, ROWS, strict=True)]
-    ),
-    "Gemini batch": lambda here: _lines(
-        here, [{"key": name, "response": {"embedding": {"values": row.tolist()}}} for name, row in zip(IDS, ROWS, strict=True)]
-    ),
-    "Chroma get": lambda here: _json(here, {"ids": IDS, "embeddings": ROWS.tolist(), "documents": None}),
-    "id to vector": lambda here: _json(here, dict(zip(IDS, ROWS.tolist(), strict=True))),
-    "OpenAI batch": lambda here: _lines(here, _batch(lambda row: row.tolist())),
-    "OpenAI batch in base64": lambda here: _lines(here, _batch(lambda row: base64.b64encode(row.tobytes()).decode())),
-    "JSON lines in base64": lambda here: _lines(
-        here, [{"key": name, "embedding": base64.b64encode(row.tobytes()).decode()} for name, row in zip(IDS, ROWS, strict=True)]
-    ),
+    "elasticdump": lambda here: _lines(here, _search_hits()).rename(here / "a.json"),
 }
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", [*DOCUMENTS, *LINES, *FILES])
 def test_vectors_and_ids_are_those_that_were_written(name: str, tmp_path: Path) -> None:
-    path = FORMATS[name](tmp_path)
+    if name in FILES:
+        path = FILES[name](tmp_path)
+    else:
+        path = _json(tmp_path, DOCUMENTS[name]()) if name in DOCUMENTS else _lines(tmp_path, LINES[name]())
     found = read_vectors(path)
     assert found.ids == IDS
     np.testing.assert_allclose(found.rows_ND, ROWS, rtol=1e-6 if "NumPy" not in name else 1e-4)
@@ -193,7 +171,7 @@ def test_one_of_several_named_vectors_is_chosen(tmp_path: Path) -> None:
 
 
 def test_failed_requests_of_a_batch_have_no_embedding(tmp_path: Path) -> None:
-    lines = [*_batch(lambda row: row.tolist()), {"custom_id": "f", "response": None, "error": {"code": "429"}}]
+    lines = [*_batch(), {"custom_id": "f", "response": None, "error": {"code": "429"}}]
     found = read_vectors(_lines(tmp_path, lines))
     assert found.ids == [*IDS, "f"] and np.isnan(found.rows_ND[5]).all() and np.isfinite(found.rows_ND[:5]).all()
 
