@@ -1,13 +1,16 @@
-"""Ranking by class against sorted lists and other libraries, and the properties that ties and chunks must keep."""
+"""Ranking by class against sorted lists and another library; ties, chunks and processes that share the queries."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+import warm
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,12 +20,16 @@ from xcompat.evaluation import (
     cmc,
     counting,
     first_hit_ranks,
+    graded_metrics,
     labelled,
     mean_average_precision,
     ranking,
     ranking_per_query,
+    tar_at_far,
+    tpir_at_far,
+    zero_shot_accuracy,
 )
-from xcompat.evaluation.scores import ExactRows, tie_margin
+from xcompat.evaluation.scores import ExactRows, lift_rows, tie_margin
 
 # One or four entries of +-1: norms are 1 and 2, so normalised vectors and their products are exact in any arithmetic; many tie.
 _SPARSE = st.tuples(st.integers(0, 3), st.sampled_from([-1.0, 1.0])).map(lambda pick: np.eye(4)[pick[0]] * pick[1])
@@ -277,3 +284,100 @@ def test_cuts_and_chunks_are_at_least_one() -> None:
             cmc(*problem, ks=ks)
     with pytest.raises(XcompatError, match="chunk_size must be at least 1"):
         ranking_per_query(*problem, chunk_size=0)
+
+
+def draw_ties(dim: int, values: int, count: int, seed: int = 0) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """Return queries with two items of exactly equal cosines, found in integers: (q·a)² (b·b) = (q·b)² (a·a)."""
+    generator, found = np.random.default_rng(seed), list[tuple[np.ndarray, np.ndarray, np.ndarray]]()
+    while len(found) < count:
+        rows = generator.integers(0, values, (20_000, 3, dim))
+        query, one, other = rows[:, 0], rows[:, 1], rows[:, 2]
+        to_one, to_other = (query * one).sum(1), (query * other).sum(1)
+        is_tie = (to_one > 0) & (to_one**2 * (other**2).sum(1) == to_other**2 * (one**2).sum(1))
+        is_copy = (one * (other**2).sum(1)[:, None] == other * (one * other).sum(1)[:, None]).all(1)
+        found += [tuple(row.astype(float)) for row in rows[is_tie & ~is_copy]]
+    return found[:count]
+
+
+TIES = {"integers": (4, 5, 200), "binary": (24, 2, 200)}
+
+
+@pytest.mark.parametrize("kind", TIES)
+def test_the_wrong_one_of_two_tied_items_ranks_first(kind: str) -> None:
+    for query, one, other in draw_ties(*TIES[kind]):
+        pair = np.stack([one, other])
+        assert first_hit_ranks(query[None], pair, "a", "ab").tolist() == [1]
+        assert ranking_per_query(query[None], pair, "a", "ab").average_precision_Q.tolist() == [0.5]
+        assert graded_metrics(query[None], pair, "q", "ab", {"q": {"a": 1}}, (1,))["mrr@1"] == 0
+        assert zero_shot_accuracy(query[None], pair, [0]) == 0
+
+
+def test_of_two_tied_gains_the_lower_one_ranks_first() -> None:
+    for query, one, other in draw_ties(4, 5, 100):
+        found = graded_metrics(query[None], np.stack([one, other]), "q", "ab", {"q": {"a": 3, "b": 1}}, (1,))
+        assert found["ndcg@1"] == pytest.approx(1 / 3)
+
+
+def test_a_threshold_accepts_no_pair_that_ties_with_a_refused_one() -> None:
+    for query, one, other in draw_ties(4, 5, 100):
+        assert tar_at_far(query[None], np.stack([one, other]), "a", "ab", fars=(0,)) == {0: 0}
+        queries, labels = np.stack([query, query]), "az"
+        assert tpir_at_far(queries, np.stack([one, other]), labels, "ab", fars=(0,)) == {0: 0}
+
+
+def test_tied_positives_do_not_push_each_other_down() -> None:
+    for query, one, other in draw_ties(4, 5, 100):
+        found = ranking_per_query(query[None], np.stack([one, other, -query]), "a", "aab")
+        assert (found.first_hit_ranks_Q.tolist(), found.average_precision_Q.tolist()) == ([0], [1.0])
+
+
+def test_items_of_equal_distance_tie_too() -> None:
+    generator, looked_at = np.random.default_rng(0), 0
+    for query, one, other in generator.integers(0, 5, (4000, 3, 4)).astype(float):
+        if ((query - one) ** 2).sum() == ((query - other) ** 2).sum() > 0 and not np.array_equal(one, other):
+            queries, gallery = lift_rows(query[None], np.stack([one, other, query + 3]))
+            pairs = labelled.LabelledPairs(labelled.Items(queries, "a"), labelled.Items(gallery, "abc"), are_lifted=True)
+            assert ranking.rank(pairs).first_hit_ranks_Q.tolist() == [1]
+            looked_at += 1
+    assert looked_at > 50
+
+
+RANKS = 3
+
+
+def _data() -> tuple[np.ndarray, np.ndarray, list[int], list[int]]:
+    """Return coarse embeddings, so that many scores tie, and classes of which some are on one side only."""
+    generator = np.random.default_rng(0)
+    queries, gallery = generator.integers(-1, 2, (50, 4)) + 0.5, generator.integers(-1, 2, (70, 4)) + 0.5
+    return queries, gallery, generator.integers(0, 9, 50).tolist(), generator.integers(3, 12, 70).tolist()
+
+
+def _ranked(shared: bool, queries_at: slice) -> dict[str, Any]:
+    queries, gallery, query_labels, gallery_labels = _data()
+    queries, query_labels = queries[queries_at], query_labels[queries_at]
+    found = ranking_per_query(queries, gallery, query_labels, gallery_labels, chunk_size=7, shared=shared)
+    first = first_hit_ranks(queries, gallery, query_labels, gallery_labels, chunk_size=7, shared=shared)
+    return {"first": first, **vars(found)}
+
+
+def _rank_main(rank: int, store: str, out: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
+    results: dict[str, Any] = {"many": _ranked(True, slice(None)), "fewer_than_ranks": _ranked(True, slice(0, 2))}
+    try:
+        ranking_per_query(np.eye(4), np.eye(4), "abcd", "efgh", shared=True)
+    except XcompatError as error:
+        results["none"] = str(error)
+    torch.save(results, f"{out}.{rank}")
+    dist.destroy_process_group()
+
+
+def test_shared_ranks_are_those_of_one_process(tmp_path: Path) -> None:
+    warm.spawn(_rank_main, (str(tmp_path / "store"), str(tmp_path / "out")), RANKS)
+    assert {0, 1, 2} & set(_data()[2]), "some queries find nothing"
+    for rank in range(RANKS):
+        results = torch.load(tmp_path / f"out.{rank}", weights_only=False)
+        for name, queries_at in (("many", slice(None)), ("fewer_than_ranks", slice(0, 2))):
+            for key, expected in _ranked(False, queries_at).items():
+                np.testing.assert_array_equal(results[name][key], expected, err_msg=f"{name} {key} on rank {rank}")
+        assert results["none"].startswith("no query has another item of its class")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import sqlite3
 import threading
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,58 +35,64 @@ from xcompat.stores.base import Rows, Store
 from xcompat.stores.new_embeddings import StoreEmbeddings
 
 ITEMS, DEPTH = 24, 10
+NAMES = [f"{row:02}.png" for row in range(ITEMS)]
 
 
-@pytest.fixture
-def photos(tmp_path: Path) -> Path:
-    return write_photos(tmp_path / "photos", ITEMS)
+@dataclass
+class Shop:
+    """A gallery of an old model's embeddings of photos, two thirds of them red, and queries of a newer model that differ."""
 
+    gallery: Gallery
+    photos: Path
+    old: Embedder
+    newer: Embedder
+    asked: NDArray[np.float32]
 
-@pytest.fixture
-def gallery(tmp_path: Path, photos: Path, old_folder: str) -> Gallery:
-    """Return a gallery of the old model; two thirds of its items are red."""
-    embedder = load_embedder(old_folder)
-    made = Gallery.create(tmp_path / "gallery", embedder)
-    ingest(made, load_originals(photos), embedder)
-    ids = sorted(path.name for path in photos.iterdir())
-    embeds = made.vectors(ids)
-    about = [{"colour": "red" if row % 3 else "blue", "album": row // 4} for row in range(ITEMS)]
-    made.add(np.stack([embeds[name] for name in ids]), ids, about, replace=True)
-    made.commit()
-    return made
+    def reranker(self, candidates: int = DEPTH, **options: Any) -> Reranker:
+        return Reranker(self.newer, load_originals(self.photos), candidates, **options)
+
+    def search(self, top_k: int, rerank: Reranker | None = None, **options: Any) -> list[list[Hit]]:
+        return self.gallery.search(self.asked, self.newer.model, top_k, rerank=rerank or self.reranker(), **options)
+
+    def kept(self) -> NewEmbeddings:
+        model: Any = self.newer.model
+        return NewEmbeddings(self.gallery.path, Embedder.from_model(model, "own").fingerprint, self.asked.shape[1])
 
 
 @pytest.fixture(scope="module")
-def newer(compatible_folder: str) -> Embedder:
-    return load_embedder(compatible_folder)
+def built(tmp_path_factory: pytest.TempPathFactory, old_folder: str, compatible_folder: str) -> Shop:
+    """Return a shop that nothing changes."""
+    folder, old, newer = tmp_path_factory.mktemp("shop"), load_embedder(old_folder), load_embedder(compatible_folder)
+    photos, gallery = write_photos(folder / "photos", ITEMS), Gallery.create(folder / "gallery", old)
+    ingest(gallery, load_originals(photos), old)
+    embeds = gallery.vectors(NAMES)
+    about = [{"colour": "red" if row % 3 else "blue", "album": row // 4} for row in range(ITEMS)]
+    gallery.add(np.stack([embeds[name] for name in NAMES]), NAMES, about, replace=True)
+    gallery.commit()
+    dim = newer.model.config.embedding_dim  # type: ignore[union-attr]
+    asked = normalise_rows(np.random.default_rng(5).normal(size=(5, dim)).astype(np.float32))
+    return Shop(gallery, photos, old, newer, asked)
 
 
 @pytest.fixture
-def asked(newer: Embedder) -> NDArray[np.float32]:
-    """Return queries in directions that find different items, as the newer model could output them."""
-    dim = newer.model.config.embedding_dim  # type: ignore[union-attr]
-    return normalise_rows(np.random.default_rng(5).normal(size=(5, dim)).astype(np.float32))
+def shop(built: Shop, tmp_path: Path) -> Shop:
+    photos, folder = (Path(shutil.copytree(each, tmp_path / each.name)) for each in (built.photos, built.gallery.path))
+    return replace(built, gallery=Gallery.open(folder), photos=photos)
 
 
-def embed_photos(newer: Embedder, photos: Path, names: list[str]) -> NDArray[np.float32]:
-    images = [Image.open(photos / name) for name in names]
-    return newer.embed({"pixel_values": newer.processor.images(images)}, "own").numpy()
-
-
-def own_view(newer: Embedder, embeds: NDArray[np.float32]) -> NDArray[np.float32]:
-    model: Any = newer.model
-    with torch.inference_mode():
-        return torch.nn.functional.normalize(model.self_view(torch.from_numpy(np.array(embeds))), dim=-1).numpy()
-
-
-def naive_order(
-    newer: Embedder, photos: Path, query: NDArray[np.float32], hits: list[Hit], missing: set[str]
-) -> dict[str, float]:
+def naive_order(shop: Shop, query: NDArray[np.float32], hits: list[Hit], missing: set[str]) -> dict[str, float]:
     """Return id -> score, the best first, one candidate after the other."""
+    model: Any = shop.newer.model
+
+    def own_view(embeds: torch.Tensor) -> NDArray[np.float32]:
+        with torch.inference_mode():
+            return torch.nn.functional.normalize(model.self_view(embeds), dim=-1).numpy()[0]
+
     scores = {}
     for hit in hits:
         if hit.id not in missing:
-            new = own_view(newer, embed_photos(newer, photos, [hit.id]))[0] @ own_view(newer, query[None])[0]
+            pixels = shop.newer.processor.images([Image.open(shop.photos / hit.id)])
+            new = own_view(shop.newer.embed({"pixel_values": pixels}, "own")) @ own_view(torch.from_numpy(query[None]))
             scores[hit.id] = (1 - OLD_WEIGHT) * new + OLD_WEIGHT * hit.score
     shift = np.mean([scores[hit.id] - hit.score for hit in hits if hit.id in scores])
     scores |= {hit.id: hit.score + shift for hit in hits if hit.id in missing}
@@ -96,22 +103,19 @@ def refuse_to_embed(*_: object, **__: object) -> Any:
     raise AssertionError("nothing is left to embed")
 
 
-def test_originals_of_others_are_named(
-    gallery: Gallery, photos: Path, newer: Embedder, old_folder: str, asked: NDArray[np.float32], caplog: pytest.LogCaptureFixture
-) -> None:
-    old, originals = load_embedder(old_folder), load_originals(photos)
-    hits = gallery.search(old.embed(old.processor.texts(["a dog"])), old, DEPTH)[0]
-    for source in (old, newer):  # the newer model has made nothing of what is stored, and cannot tell
-        Reranker(newer, originals).notice_other_originals(source, gallery, hits)
+def test_originals_of_others_are_named(shop: Shop, caplog: pytest.LogCaptureFixture) -> None:
+    old, originals = shop.old, load_originals(shop.photos)
+    hits = shop.gallery.search(old.embed(old.processor.texts(["a dog"])), old, DEPTH)[0]
+    for source in (old, shop.newer):  # the newer model has made nothing of what is stored, and cannot tell
+        Reranker(shop.newer, originals).notice_other_originals(source, shop.gallery, hits)
     assert not caplog.text
-    first, second = (photos / hit.id for hit in hits[:2])
-    pixels = np.full((20, 20, 3), 255, np.uint8)
+    first, second = (shop.photos / hit.id for hit in hits[:2])
     for file in (first, second):
-        Image.fromarray(pixels).save(file)
-    Reranker(newer, originals).notice_other_originals(old, gallery, hits)
+        Image.new("RGB", (20, 20), "white").save(file)
+    Reranker(shop.newer, originals).notice_other_originals(old, shop.gallery, hits)
     assert "2 of 8 compared originals differ from those that the gallery stores" in caplog.text
     assert first.name in caplog.text or second.name in caplog.text
-    assert f"delete {gallery.path / new_embeddings.FOLDER}" in caplog.text
+    assert f"delete {shop.gallery.path / new_embeddings.FOLDER}" in caplog.text
 
 
 @pytest.mark.parametrize("shift", [0, 1])
@@ -129,24 +133,23 @@ def test_originals_of_other_items_are_noticed_with_a_map(shift: int, tmp_path: P
     assert ("the originals seem to be other items" in caplog.text) == bool(shift)
 
 
-def test_weight_and_number_of_hits_chosen_with_a_model_are_used(newer: Embedder, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert Reranker(newer).old_weight == OLD_WEIGHT
+def test_weight_and_number_of_hits_chosen_with_a_model_are_used(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
+    newer: Any = shop.newer
+    assert (Reranker(newer).old_weight, Reranker(newer).candidates) == (OLD_WEIGHT, CANDIDATES)
     monkeypatch.setattr(newer.model.config, "rerank_old_weight", 0.0)
-    assert Reranker(newer).old_weight == 0 and Reranker(newer, old_weight=0.5).old_weight == 0.5
-    assert Reranker(newer).candidates == CANDIDATES
     monkeypatch.setattr(newer.model.config, "rerank_candidates", 50)
+    assert Reranker(newer).old_weight == 0 and Reranker(newer, old_weight=0.5).old_weight == 0.5
     assert Reranker(newer).candidates == 50 and Reranker(newer, candidates=7).candidates == 7
 
 
-def test_order_equals_naive_reference(gallery: Gallery, photos: Path, newer: Embedder, asked: NDArray[np.float32]) -> None:
-    plain = gallery.search(asked, newer.model, DEPTH)
+def test_order_equals_naive_reference(shop: Shop) -> None:
+    plain = shop.gallery.search(shop.asked, shop.newer.model, DEPTH)
     missing = {plain[0][0].id, plain[1][2].id}
-    expected = [naive_order(newer, photos, query, hits, missing) for query, hits in zip(asked, plain, strict=True)]
-    originals = load_originals(photos)
-    (photos / min(missing)).unlink()
-    (photos / max(missing)).write_bytes(b"no image")
-    rerank = Reranker(newer, originals, candidates=DEPTH)
-    found = gallery.search(asked, newer.model, 4, rerank=rerank)
+    expected = [naive_order(shop, query, hits, missing) for query, hits in zip(shop.asked, plain, strict=True)]
+    rerank = shop.reranker()
+    (shop.photos / min(missing)).unlink()
+    (shop.photos / max(missing)).write_bytes(b"no image")
+    found = shop.search(4, rerank)
     for hits, scores in zip(found, expected, strict=True):
         assert [hit.id for hit in hits] == list(scores)[:4]
         np.testing.assert_allclose([hit.score for hit in hits], list(scores.values())[:4], atol=1e-5)
@@ -156,134 +159,118 @@ def test_order_equals_naive_reference(gallery: Gallery, photos: Path, newer: Emb
     assert [list(map(str, hits)) for hits in found] != [list(map(str, hits[:4])) for hits in plain]
 
 
-def test_second_search_embeds_nothing(
-    gallery: Gallery, photos: Path, newer: Embedder, asked: NDArray[np.float32], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first = gallery.search(asked, newer.model, 4, rerank=Reranker(newer, load_originals(photos), DEPTH))
-    again = Reranker(newer, load_originals(photos), DEPTH)
+def test_old_queries_are_re_ranked_as_the_naive_reference_does(shop: Shop) -> None:
+    old_QD = np.random.default_rng(3).normal(size=(len(shop.asked), shop.old.dim)).astype(np.float32)
+    plain = shop.gallery.search(old_QD, shop.old, DEPTH)
+    found = shop.gallery.search(old_QD, shop.old, DEPTH, rerank=shop.reranker(), rerank_queries=shop.asked)
+    for query, hits, candidates in zip(shop.asked, found, plain, strict=True):
+        assert [hit.id for hit in hits] == list(naive_order(shop, query, candidates, set()))
+
+
+def test_second_search_embeds_nothing(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, again = shop.search(4), shop.reranker()
     monkeypatch.setattr(type(again.originals), "embed", refuse_to_embed)
-    assert gallery.search(asked, newer.model, 4, rerank=again) == first
+    assert shop.search(4, again) == first
     assert again.counts.embedded == 0 and again.counts.cached > 0
     with pytest.raises(AssertionError, match="nothing is left"):
-        gallery.search(asked, newer.model, 4, rerank=Reranker(newer, load_originals(photos), DEPTH, keep=False))
+        shop.search(4, shop.reranker(keep=False))
 
 
-def test_filters_and_groups(gallery: Gallery, photos: Path, newer: Embedder, asked: NDArray[np.float32], old_folder: str) -> None:
-    rerank, old = Reranker(newer, load_originals(photos), DEPTH), load_embedder(old_folder)
-    for hits in gallery.search(asked, newer.model, 5, where={"colour": "blue"}, rerank=rerank):
+def test_filters_and_groups(shop: Shop) -> None:
+    rerank = shop.reranker()
+    for hits in shop.search(5, rerank, where={"colour": "blue"}):
         assert len(hits) == 5 and {hit.metadata["colour"] for hit in hits if hit.metadata} == {"blue"}
-    for hits in gallery.search(asked, newer.model, 5, group_by="album", rerank=rerank):
+    for hits in shop.search(5, rerank, group_by="album"):
         assert len({hit.group for hit in hits}) == 5
-    old_queries = OldQueries(old, np.roll(asked, 1, axis=0)[:, : old.dim], 0.5)
-    assert all(len(hits) == 3 for hits in gallery.search(asked, newer.model, 3, old_queries=old_queries, rerank=rerank))
+    old_queries = OldQueries(shop.old, np.roll(shop.asked, 1, axis=0)[:, : shop.old.dim], 0.5)
+    assert all(len(hits) == 3 for hits in shop.search(3, rerank, old_queries=old_queries))
     with pytest.raises(XcompatError, match="dimensions"):
-        gallery.search(asked, newer.model, 3, rerank=rerank, rerank_queries=asked[:, :3])
+        shop.search(3, rerank, rerank_queries=shop.asked[:, :3])
 
 
-def test_rerank_old_query(gallery: Gallery, photos: Path, newer: Embedder, asked: NDArray[np.float32], old_folder: str) -> None:
-    old = load_embedder(old_folder)
-    old_QD = np.random.default_rng(3).normal(size=(len(asked), old.dim)).astype(np.float32)
-    plain = gallery.search(old_QD, old, DEPTH)
-    found = gallery.search(old_QD, old, DEPTH, rerank=Reranker(newer, load_originals(photos), DEPTH), rerank_queries=asked)
-    for query, hits, candidates in zip(asked, found, plain, strict=True):
-        assert [hit.id for hit in hits] == list(naive_order(newer, photos, query, candidates, set()))
-
-
-def test_budget_is_a_hard_limit(gallery: Gallery, photos: Path, newer: Embedder, asked: NDArray[np.float32]) -> None:
-    rerank = Reranker(newer, load_originals(photos), DEPTH, budget=3)
-    assert all(len(hits) == 5 for hits in gallery.search(asked, newer.model, 5, rerank=rerank))
+def test_budget_is_a_hard_limit(shop: Shop) -> None:
+    rerank = shop.reranker(budget=3)
+    assert all(len(hits) == 5 for hits in shop.search(5, rerank))
     assert rerank.counts.embedded == 3
-    gallery.search(-asked, newer.model, 5, rerank=rerank)
+    shop.gallery.search(-shop.asked, shop.newer.model, 5, rerank=rerank)
     assert rerank.counts.embedded == 3
 
 
-def test_changed_originals(gallery: Gallery, photos: Path, newer: Embedder, asked: NDArray[np.float32], old_folder: str) -> None:
-    gallery.search(asked, newer.model, rerank=Reranker(newer, load_originals(photos), ITEMS))
-    kept = NewEmbeddings(gallery.path, Embedder.from_model(newer.model, "own").fingerprint, asked.shape[1])  # type: ignore[arg-type]
-    names = [f"{row:02}.png" for row in range(ITEMS)]
-    assert kept.known_ids([*names, "absent"], gallery.generation) == kept.get(names, gallery.generation).keys() == set(names)
+def test_changed_originals(shop: Shop) -> None:
+    shop.search(10, shop.reranker(ITEMS))
+    gallery, kept = shop.gallery, shop.kept()
+    assert kept.known_ids([*NAMES, "absent"], gallery.generation) == kept.get(NAMES, gallery.generation).keys() == set(NAMES)
     state = gallery.generation
-    gallery.add(np.ones((1, 8)), [names[3]], replace=True)
-    gallery.remove([names[4]])
+    gallery.add(np.ones((1, 8)), [NAMES[3]], replace=True)
+    gallery.remove([NAMES[4]])
     gallery.commit()
-    assert kept.get(names, gallery.generation).keys() == set(names) - {names[3], names[4]}
-    kept.put({names[3]: np.ones(kept.dim, np.float32)}, state)  # by a search that still sees the state before
-    assert names[3] not in kept.get(names, gallery.generation)
-    kept.put({names[3]: np.ones(kept.dim, np.float32)}, gallery.generation)
-    assert names[3] in kept.get(names, gallery.generation)
+    assert kept.get(NAMES, gallery.generation).keys() == set(NAMES) - {NAMES[3], NAMES[4]}
+    kept.put({NAMES[3]: np.ones(kept.dim, np.float32)}, state)  # by a search that still sees the state before
+    assert NAMES[3] not in kept.get(NAMES, gallery.generation)
+    kept.put({NAMES[3]: np.ones(kept.dim, np.float32)}, gallery.generation)
+    assert NAMES[3] in kept.get(NAMES, gallery.generation)
     gallery.rollback(state)
-    assert kept.get(names, gallery.generation).keys() == set(names) - {names[3], names[4]}
+    assert kept.get(NAMES, gallery.generation).keys() == set(NAMES) - {NAMES[3], NAMES[4]}
 
 
-def test_backfill_by_demand(gallery: Gallery, photos: Path, newer: Embedder, asked: NDArray[np.float32], tmp_path: Path) -> None:
+def test_backfill_by_demand(shop: Shop, tmp_path: Path) -> None:
+    gallery, newer, originals = shop.gallery, shop.newer, load_originals(shop.photos)
     shutil.copytree(gallery.path, tmp_path / "other")
-    rerank = Reranker(newer, load_originals(photos), 4, record_demand=True, budget=6)
-    found = gallery.search(asked, newer.model, 4, rerank=rerank)
-    wanted = {hit.id for hits in found for hit in hits}
-    plan = Backfill(gallery, load_originals(photos), newer, budget=5)
+    wanted = {hit.id for hits in shop.search(4, shop.reranker(4, record_demand=True, budget=6)) for hit in hits}
+    plan = Backfill(gallery, originals, newer, budget=5)
     assert len(plan.cached) == 6 and plan.items == 5
     first = [plan.originals.ids[row] for row in plan.to_embed.tolist()]
     assert set(first[: len(wanted) - 6]) <= wanted and not set(first[len(wanted) - 6 :]) & wanted
     added = plan.run()
     assert (added.added, added.cached) == (5, 6) and gallery.counts()[newer.fingerprint] == 11
-    assert Backfill(gallery, load_originals(photos), newer).run().added == ITEMS - 11
+    assert Backfill(gallery, originals, newer).run().added == ITEMS - 11
 
     in_one_go = Gallery.open(tmp_path / "other")
-    assert Backfill(in_one_go, load_originals(photos), newer).run().added == ITEMS
-    names = [f"{row:02}.png" for row in range(ITEMS)]
-    one, other = gallery.vectors(names), in_one_go.vectors(names)
-    np.testing.assert_allclose([one[name] for name in names], [other[name] for name in names], atol=1e-6)
-    assert gallery.metadata(names) == in_one_go.metadata(names)
-    kept = NewEmbeddings(gallery.path, Embedder.from_model(newer.model, "own").fingerprint, asked.shape[1])  # type: ignore[arg-type]
-    assert len(kept.get(names, gallery.generation)) == 6, (
-        "the gallery holds views of the old space, and re-ranking own embeddings"
-    )
+    assert Backfill(in_one_go, originals, newer).run().added == ITEMS
+    one, other = gallery.vectors(NAMES), in_one_go.vectors(NAMES)
+    np.testing.assert_allclose([one[name] for name in NAMES], [other[name] for name in NAMES], atol=1e-6)
+    assert gallery.metadata(NAMES) == in_one_go.metadata(NAMES)
+    assert len(shop.kept().get(NAMES, gallery.generation)) == 6, "the gallery holds views, and re-ranking own embeddings"
 
 
-def test_damaged_or_locked_cache_stops_no_search(
-    gallery: Gallery, photos: Path, newer: Embedder, asked: NDArray[np.float32], caplog: pytest.LogCaptureFixture
-) -> None:
-    expected = gallery.search(asked, newer.model, 4, rerank=Reranker(newer, load_originals(photos), DEPTH))
-    (file,) = (gallery.path / "new_embeddings").glob("*.sqlite")
+def test_damaged_or_locked_cache_stops_no_search(shop: Shop, caplog: pytest.LogCaptureFixture) -> None:
+    expected = shop.search(4)
+    (file,) = (shop.gallery.path / "new_embeddings").glob("*.sqlite")
     with sqlite3.connect(file) as connection:
         connection.execute("UPDATE items SET embedding = zeroblob(length(embedding))")
     connection.close()
-    rerank = Reranker(newer, load_originals(photos), DEPTH)
-    assert gallery.search(asked, newer.model, 4, rerank=rerank) == expected  # checksums differ: embedded again
+    rerank = shop.reranker()
+    assert shop.search(4, rerank) == expected  # checksums differ: embedded again
     assert rerank.counts.cached == 0 and rerank.counts.embedded > 0
     for beside in file.parent.glob("*.sqlite*"):
         beside.write_bytes(b"damaged" * 1000)
-    assert gallery.search(asked, newer.model, 4, rerank=Reranker(newer, load_originals(photos), DEPTH)) == expected
+    assert shop.search(4) == expected
     assert "new embeddings are not cached" in caplog.text and str(file) in caplog.text
 
 
-def test_full_disk_stops_no_search(
-    gallery: Gallery, photos: Path, newer: Embedder, asked: NDArray[np.float32], caplog: pytest.LogCaptureFixture
-) -> None:
-    expected = gallery.search(asked, newer.model, 4, rerank=Reranker(newer, load_originals(photos), DEPTH, keep=False))
-    rerank = Reranker(newer, load_originals(photos), DEPTH, record_demand=True)
-    kept = rerank._cache(gallery)
+def test_full_disk_stops_no_search(shop: Shop, caplog: pytest.LogCaptureFixture) -> None:
+    expected = shop.search(4, shop.reranker(keep=False))
+    rerank = shop.reranker(record_demand=True)
+    kept = rerank._cache(shop.gallery)
     assert kept is not None
     kept._connection.execute("PRAGMA max_page_count = 1")  # SQLite raises it to the size of the file, which then cannot grow
 
     def fill() -> None:
         for row in range(1000):
-            kept.put({f"other {row}": asked[0]}, 0)
+            kept.put({f"other {row}": shop.asked[0]}, 0)
 
     with pytest.raises(XcompatError, match="database or disk is full"):
         fill()
     before = len(kept)
-    assert gallery.search(asked, newer.model, 4, rerank=rerank) == expected
+    assert shop.search(4, rerank) == expected
     assert "database or disk is full" in caplog.text and "the search continues" in caplog.text and len(kept) == before
     kept._connection.execute(f"PRAGMA max_page_count = {2**30}")
-    assert gallery.search(asked, newer.model, 4, rerank=rerank) == expected
+    assert shop.search(4, rerank) == expected
     assert len(kept) == before + rerank.counts.embedded // 2
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_rows_that_a_store_does_not_find_are_not_cached(
-    gallery: Gallery, photos: Path, newer: Embedder, asked: NDArray[np.float32], fails: bool
-) -> None:
+def test_rows_that_a_store_does_not_find_are_not_cached(shop: Shop, fails: bool) -> None:
     class DeletedRows:
         def read_current(self, *_: object) -> tuple[dict[str, NDArray[np.float32]], Rows]:
             if fails:
@@ -291,9 +278,9 @@ def test_rows_that_a_store_does_not_find_are_not_cached(
             return {}, Rows([], np.empty((0, 8), np.float32), [])
 
     store: Any = DeletedRows()
-    hits = gallery.search(asked, newer.model, DEPTH)
-    rerank, plain = (Reranker(newer, load_originals(photos), DEPTH) for _ in range(2))
-    assert rerank.order(asked, hits, cache=StoreEmbeddings(store, "new")) == plain.order(asked, hits)
+    hits = shop.gallery.search(shop.asked, shop.newer.model, DEPTH)
+    rerank, plain = shop.reranker(), shop.reranker()
+    assert rerank.order(shop.asked, hits, cache=StoreEmbeddings(store, "new")) == plain.order(shop.asked, hits)
     assert rerank.counts.embedded == plain.counts.embedded > 0
 
 
@@ -373,21 +360,18 @@ def test_size_and_age_limits(tmp_path: Path) -> None:
     assert NewEmbeddings(tmp_path, model, dim, max_days=0).get(["999"], 0) == {}
 
 
-@pytest.mark.parametrize(("numbers", "message"), [({"candidates": 0}, "at least 1"), ({"old_weight": 1.0}, "from 0 to below 1")])
-def test_numbers_out_of_range_are_refused(newer: Embedder, numbers: dict[str, Any], message: str) -> None:
-    with pytest.raises(XcompatError, match=message):
-        Reranker(newer, **numbers)
-
-
-def test_gallery_without_texts_asks_for_originals(gallery: Gallery, newer: Embedder, asked: NDArray[np.float32]) -> None:
+def test_what_cannot_be_re_ranked_is_refused(shop: Shop) -> None:
+    for numbers, message in (({"candidates": 0}, "at least 1"), ({"old_weight": 1.0}, "from 0 to below 1")):
+        with pytest.raises(XcompatError, match=message):
+            shop.reranker(**numbers)
     with pytest.raises(XcompatError, match="--originals"):
-        gallery.search(asked, newer.model, rerank=Reranker(newer))
+        shop.search(10, Reranker(shop.newer))
 
 
-def test_store_orders_as_its_gallery_does(gallery: Gallery, photos: Path, newer: Embedder, asked: NDArray[np.float32]) -> None:
-    expected = gallery.search(asked, newer.model, 4, rerank=Reranker(newer, load_originals(photos), DEPTH))
-    store, rerank = xcompat.stores.open(f"file://{gallery.path}"), Reranker(newer, load_originals(photos), DEPTH)
-    found = Store.find(store, asked, newer.model, 4, rerank=rerank)
+def test_store_orders_as_its_gallery_does(shop: Shop) -> None:
+    expected = shop.search(4)
+    store, rerank = xcompat.stores.open(f"file://{shop.gallery.path}"), shop.reranker()
+    found = Store.find(store, shop.asked, shop.newer.model, 4, rerank=rerank)
     for hits, wanted in zip(found, expected, strict=True):
         assert [hit.id for hit in hits] == [hit.id for hit in wanted]
         np.testing.assert_allclose([hit.score for hit in hits], [hit.score for hit in wanted], atol=1e-5)
