@@ -24,7 +24,7 @@ from xcompat.data import BadSamples, PairSource, flatten_captions, load_pairs
 from xcompat.data.pairs import rows_of_ids
 from xcompat.embeddings.cache import CacheInfo, EmbeddingCache
 from xcompat.embeddings.cache_writer import fill_cache
-from xcompat.mapping import CaptionedEmbeddings, PairedEmbeddings, choose
+from xcompat.mapping import CaptionedEmbeddings, PairedEmbeddings
 from xcompat.mapping.candidates import LINES, Candidate, CandidateParts
 from xcompat.mapping.paired import load_paired, number_groups
 from xcompat.models.embedder import Embedder, load_checkpoint, load_embedder
@@ -61,6 +61,7 @@ def cases_of(folder: Path) -> dict[tuple[str, str], dict[str, float]]:
 
 def test_pairs_are_remembered_across_modalities(raw: dict[str, Any], tmp_path: Path) -> None:
     run_recipe(recipe_of(raw))
+    dry_run_recipe(recipe_of(raw))
     run = tmp_path / "run"
     said = json.loads((run / CHOICE).read_text())
     assert set(said["floor"]) == {"text-to-image", "image-to-text"}
@@ -189,23 +190,6 @@ def test_where_an_image_cannot_be_read_the_others_stay_on_disk(tmp_path: Path, m
     assert captioned.groups[1].tolist() == np.repeat(captioned.groups[0], 2).tolist() == np.repeat(range(7), 2).tolist()
 
 
-def test_what_is_searched_shares_nothing_with_what_is_remembered() -> None:
-    draw = np.random.default_rng(0)
-    meant = draw.standard_normal((60, 12))
-
-    def side(noise: float, dim: int, each: int) -> np.ndarray:
-        rows = np.repeat(meant, each, axis=0) @ np.linalg.qr(draw.standard_normal((dim, dim)))[0][:12]
-        rows = rows + noise * draw.standard_normal(rows.shape)
-        return (rows / np.linalg.norm(rows, axis=1, keepdims=True)).astype(np.float32)
-
-    images = PairedEmbeddings(side(0.1, 16, 1), side(1.5, 14, 1), np.arange(60))
-    texts = PairedEmbeddings(side(0.1, 16, 2), side(1.5, 14, 2), np.repeat(np.arange(60), 2))
-    choice = choose(CaptionedEmbeddings(images, texts))
-    assert choice.n_queries == {"text-to-image": 72, "image-to-text": 36}, "two folds of 18 groups"
-    assert {trial.candidate.share for trial in choice.trials} == {0.0, 0.3, 0.5, 0.8, 1.2}
-    assert all(trial.candidate.power is None for trial in choice.trials)
-
-
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no classes": ({"memory": "classes"}, "memory: classes needs labelled images; set data.images"),
     "pairs of a gallery map": ({"method": "fct"}, "method fct maps galleries, which only remember classes; set memory: classes"),
@@ -274,19 +258,13 @@ def test_lines_are_compared_by_the_new_models_hits(raw: dict[str, Any], tmp_path
     )
 
 
-def test_entries_are_kept_as_the_recipe_says(raw: dict[str, Any], tmp_path: Path) -> None:
-    raw["data"]["pairs"]["limit"] = 8  # a guess, which remembers
-    run_recipe(recipe_of(raw, memory_codec="SQ8"))
-    said = json.loads((tmp_path / "run" / CHOICE).read_text())
-    assert said["memory"]["codec"] == "SQ8" and said["memory"]["entries"] == 16
-    assert {"old+memory/old", "without memory/old", "new/old"} <= {label for label, _ in cases_of(tmp_path / "run")}
-
-
 def test_too_few_items_to_hold_any_out_are_a_guess(raw: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     raw["data"]["pairs"]["limit"] = 8
+    raw["memory_codec"] = "SQ8"
     run_recipe(recipe_of(raw))
     said = json.loads((tmp_path / "run" / CHOICE).read_text())
-    assert "trials" not in said and said["memory"] == {"entries": 16, "sharpness": 60.0, "share": 0.5}
+    guessed = {"entries": 16, "sharpness": 60.0, "share": 0.5, "codec": "SQ8"}
+    assert "trials" not in said and guessed.items() <= said["memory"].items()
     assert "the settings of the memory are not validated" in " ".join(capsys.readouterr().out.split())
     model = load_checkpoint(str(tmp_path / "run"))
     assert model.memory is not None and (tmp_path / "run" / OLD_MEMORY).exists()
@@ -298,7 +276,3 @@ def test_too_few_items_to_hold_any_out_are_a_guess(raw: dict[str, Any], tmp_path
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*") if path.is_file()}
     run_recipe(recipe_of(raw))
     assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*") if path.is_file()}
-
-
-def test_a_dry_run_remembers_too(raw: dict[str, Any]) -> None:
-    dry_run_recipe(recipe_of(raw))

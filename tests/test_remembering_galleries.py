@@ -134,11 +134,6 @@ def test_an_upgrade_remembers_and_nothing_else_does(made: str, codec: str | None
     assert torch.equal(model.remember(None).upgrade(*given), own) and model.fingerprint() == before
 
 
-def test_how_sure_queries_are_is_no_gallerys_matter() -> None:
-    model = mapping("procrustes").remember(memory().calibrate(3.0, -1.0))
-    assert model.confidence(torch.from_numpy(unit(2, NEW, 0))) is None and not model.is_confident
-
-
 def test_the_card_says_what_is_mapped_remembers() -> None:
     unnamed = model_facts(mapping("fct").remember(memory()))
     assert "to the space of a newer model (name unknown)." in str(model_card("me/map", unnamed, None))

