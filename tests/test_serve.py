@@ -6,20 +6,17 @@ import json
 import re
 import shutil
 import sys
-import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from html import unescape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlencode
 
-import httpx
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from schedule import mostly_nightly_rows
 from test_labelled_run import write_classes
 
 from xcompat import Fingerprint, XbtModel, XcompatError, cli
@@ -41,16 +38,14 @@ pytest.importorskip("starlette")
 if TYPE_CHECKING:
     from playwright.sync_api import BrowserContext, Locator, Page
 
-from xcompat.serve.app import listen, make_app
-from xcompat.serve.connections import make_server
+from test_serve_attacks import serving
+
 from xcompat.serve.differing_queries import PER_PAGE
 from xcompat.serve.differing_queries import page as differing_page
-from xcompat.serve.options import Options
 from xcompat.serve.queries import SearchQuery
 from xcompat.serve.search import answer, facets_of, restore_query
 from xcompat.serve.site import NEW, OLD, Shelf, Side, Site, Source
 from xcompat.serve.site_loading import load_site
-from xcompat.serve.uploads import UPLOAD_BYTES
 
 HOSTILE = "<img src=x onerror=alert(1)>${7*7}{{7*7}}.png"
 COUNT = 40
@@ -121,23 +116,18 @@ def site(old: Embedder, new: Embedder, gallery: Path, mixed: Path, texts: Path, 
     return Site("shop", {shelf.title: shelf for shelf in shelves}, [Side(OLD, old), Side(NEW, new)])
 
 
-@contextmanager
-def serving(site: Site) -> Iterator[str]:
-    socket = listen(Options(port=0))
-    server = make_server(make_app(site, Options()))
-    thread = threading.Thread(target=server.run, args=([socket],))
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{socket.getsockname()[1]}/"
-    finally:
-        server.should_exit = True
-        thread.join()
-
-
 @pytest.fixture(scope="module")
 def address(site: Site) -> Iterator[str]:
     with serving(site) as found:
-        yield found
+        yield f"{found}/"
+
+
+def learn(folder: Path, old: str, new: str, data: dict[str, Any], **evaluation: Any) -> Path:
+    """Fit a map by a recipe, and return the folder of the run."""
+    raw = {"output_dir": str(folder / "run"), "cache_dir": str(folder / "cache"), "method": "ridge", "old": old, "new": new}
+    judged = {"resamples": 100, "examples": 0, **evaluation}
+    run_recipe(parse_recipe({**raw, "data": data, "evaluation": judged}, "demo", "demo.yaml"))
+    return folder / "run"
 
 
 @pytest.fixture(scope="module")
@@ -145,18 +135,8 @@ def run(
     folder_of: dict[str, str], old_folder: str, pairs_folder: str, texts_file: str, tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
     """Return the folder of a run that was judged on images with captions."""
-    folder = tmp_path_factory.mktemp("served_run") / "run"
-    raw: dict[str, Any] = {
-        "output_dir": str(folder),
-        "cache_dir": str(folder / "cache"),
-        "method": "ridge",
-        "old": old_folder,
-        "new": folder_of["clip"],
-        "data": {"texts": [{"path": texts_file}], "test": {"path": pairs_folder}},
-        "evaluation": {"resamples": 100, "examples": 1},
-    }
-    run_recipe(parse_recipe(raw, "demo", "demo.yaml"))
-    return folder
+    data = {"texts": [{"path": texts_file}], "test": {"path": pairs_folder}}
+    return learn(tmp_path_factory.mktemp("served_run"), old_folder, folder_of["clip"], data, examples=1)
 
 
 @pytest.fixture(scope="module")
@@ -167,7 +147,7 @@ def run_site(run: Path) -> Site:
 @pytest.fixture(scope="module")
 def run_address(run_site: Site) -> Iterator[str]:
     with serving(run_site) as found:
-        yield found
+        yield f"{found}/"
 
 
 @pytest.fixture(scope="module")
@@ -190,7 +170,7 @@ def upgradable(
 @pytest.fixture(scope="module")
 def upgradable_address(upgradable: Site) -> Iterator[str]:
     with serving(upgradable) as found:
-        yield found
+        yield f"{found}/"
 
 
 @pytest.fixture(scope="module")
@@ -258,7 +238,7 @@ def ask(page: Page, text: str) -> None:
     page.get_by_text(text, exact=True).wait_for()
 
 
-def test_a_text_is_searched_with_both_models(page: Page, gallery: Path, old: Embedder, new: Embedder) -> None:
+def test_a_text_is_searched_with_both_models(page: Page, visit: Open, gallery: Path, old: Embedder, new: Embedder) -> None:
     ask(page, "a red shoe")
     assert ids(page, OLD) == found(gallery, old, "a red shoe")
     assert ids(page, NEW) == found(gallery, new, "a red shoe")
@@ -270,13 +250,9 @@ def test_a_text_is_searched_with_both_models(page: Page, gallery: Path, old: Emb
     with_images = page.get_by_role("region", name=OLD).locator("li img")
     assert with_images.count() == sum(name != HOSTILE for name in ids(page, OLD))
     assert "standing" not in page.inner_text("#results"), "one model embedded everything"
-
-
-def test_the_link_restores_the_search(page: Page, visit: Open) -> None:
-    ask(page, "two dogs")
     before = ids(page, NEW)
-    page.wait_for_url(re.compile("text=two\\+dogs"))
-    assert ids(visit(page.url.partition("/?")[2].join(("?", ""))), NEW) == before
+    page.wait_for_url(re.compile("text=a\\+red\\+shoe"))
+    assert ids(visit(page.url.partition("/?")[2].join(("?", ""))), NEW) == before, "the link restores the search"
     assert len(ids(visit("?kind=text&text=two+dogs&k=3&where=colour%3Dred&gallery=no+such&unknown=1"), NEW)) == 3
 
 
@@ -341,19 +317,6 @@ def test_galleries_of_several_versions_and_of_texts(visit: Open, mixed: Path, te
     assert page.locator("#results li img, #results .blank").count() == 0
 
 
-def test_files_that_are_no_images_are_refused_in_one_line(page: Page, tmp_path: Path) -> None:
-    (tmp_path / "broken.png").write_bytes(b"\x89PNG\r\n\x1a\n broken")
-    (tmp_path / "large.png").write_bytes(bytes(UPLOAD_BYTES + 1))
-    Image.new("1", (8000, 8000)).save(tmp_path / "many.png")
-    for name, said in (
-        ("broken", "cannot be read"),
-        ("large", "larger than 10.0 MB"),
-        ("many", "more than the limit of 33,554,432 pixels"),
-    ):
-        choose_image(page, tmp_path / f"{name}.png")
-        page.get_by_role("alert").get_by_text(said).wait_for()
-
-
 def test_everything_is_reached_by_the_keyboard(page: Page) -> None:
     def reach(target: Locator) -> None:
         for _ in range(40):
@@ -373,7 +336,9 @@ def test_everything_is_reached_by_the_keyboard(page: Page) -> None:
     assert outline == "solid"
 
 
-@pytest.mark.parametrize(("width", "scheme"), [(1300, "light"), (390, "dark")])
+@pytest.mark.parametrize(
+    ("width", "scheme"), mostly_nightly_rows([(1300, "light"), (390, "dark")], lambda width, _: width == 390)
+)
 def test_every_tab_is_accessible(visit: Open, run_address: str, upgradable_address: str, width: int, scheme: str) -> None:
     axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
 
@@ -396,13 +361,16 @@ def test_every_tab_is_accessible(visit: Open, run_address: str, upgradable_addre
     for tab, shown in (("Where they differ", ".flips"), ("The numbers", "iframe"), ("The galleries", ".about")):
         page.get_by_role("tab", name=tab).click()
         look(page, tab, shown)
+    for verb in ("Upgrade", "Backfill", "Roll back"):
+        assert page.get_by_role("button", name=verb).count() == 0, "this page may change nothing"
     page = visit("", upgradable_address, width, scheme)
     page.get_by_role("tab", name="The gallery").click()
     page.get_by_role("button", name="Roll back …").click()
     look(page, "changes", "button:has-text('Yes, roll back')")
 
 
-def test_queries_that_lost_or_gained_most_come_first(visit: Open, run_address: str, run_site: Site) -> None:
+def test_the_page_shows_what_the_report_says(visit: Open, run_address: str, run_site: Site) -> None:
+    """Queries that lost or gained most come first, and the numbers are those of the report."""
     page = visit("", run_address)
     page.get_by_role("tab", name="Where they differ").click()
     judged = run_site.judged["text-to-image"]
@@ -430,10 +398,6 @@ def test_queries_that_lost_or_gained_most_come_first(visit: Open, run_address: s
     assert [("right" in (card.get_attribute("class") or "")) for card in marked.all()] == [place == rank for place in range(5)]
     page.get_by_label("image to text").check()
     page.locator(".question img").first.wait_for()
-
-
-def test_the_numbers_are_those_of_the_report(visit: Open, run_address: str, run_site: Site) -> None:
-    page = visit("", run_address)
     page.get_by_role("tab", name="The numbers").click()
     frame = page.frame_locator("iframe")
     for heading in ("Retrieval quality", "Failed comparisons"):
@@ -441,20 +405,6 @@ def test_the_numbers_are_those_of_the_report(visit: Open, run_address: str, run_
     assert run_site.report is not None
     written = report_file(run_site.report).with_name("report.html").read_text(encoding="utf-8")
     assert frame.locator("img").count() == written.count("<img") > 2
-
-
-def test_a_page_that_may_change_nothing_only_looks(visit: Open, gallery: Path, run_address: str) -> None:
-    page = visit()
-    page.get_by_role("tab", name="The galleries").click()
-    page.get_by_text(f"{COUNT} items").wait_for()
-    page.get_by_role("button", name="Verify").click()
-    page.get_by_role("status").get_by_text(f"is whole: {COUNT} items").wait_for()
-    page.get_by_text("At most 400 items of each version are embedded again").wait_for()
-    page.get_by_role("button", name="Doctor").click()
-    page.get_by_role("status").get_by_text(f"made by this model │ {COUNT - 1} ").wait_for()
-    for verb in ("Upgrade", "Backfill", "Roll back"):
-        assert page.get_by_role("button", name=verb).count() == 0
-    assert Gallery.open(gallery).generation == 1
 
 
 def test_a_gallery_is_upgraded_rolled_back_and_backfilled(visit: Open, upgradable_address: str, upgradable: Site) -> None:
@@ -489,51 +439,13 @@ def test_a_gallery_is_upgraded_rolled_back_and_backfilled(visit: Open, upgradabl
     assert page.get_by_role("region", name=NEW).locator("li").count() == 10
 
 
-def test_200_searches_at_once_are_all_answered(address: str, gallery: Path, new: Embedder) -> None:
-    texts = [f"query {number}" for number in range(200)]
-
-    def search(text: str) -> str:
-        query = {"kind": "text", "text": text, "gallery": "shop", "k": 1}
-        while (answer := client.post("api/search", json=query)).status_code == 503:  # as the page's script repeats it
-            continue
-        return answer.text
-
-    every = httpx.Limits(max_connections=None)
-    with httpx.Client(base_url=address, timeout=None, limits=every) as client, ThreadPoolExecutor(200) as visitors:
-        answers = list(visitors.map(search, texts))
-    embeds = new.embed(new.processor.for_queries().texts(texts), "own")
-    expected = [hits[0].id for hits in Gallery.open(gallery).search(embeds, query_model(new), 1)]
-    shown = [unescape(answer).partition(f'"{NEW}"')[2].partition('data-item="')[2].partition('" title')[0] for answer in answers]
-    assert shown == expected
-
-
-def test_what_a_search_refuses_is_said_in_the_place_of_hits(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object, **__: object) -> None:
-        raise XcompatError("no item has the key 'color'; known keys are 'colour' and 'caption'")
-
-    monkeypatch.setattr(Gallery, "search", refuse)
-    asked = {"kind": "text", "text": "a red shoe", "where": ["color=red"]}
-    said = httpx.post(f"{address}api/search", json=asked, timeout=None)
-    assert (said.status_code, said.text) == (400, "no item has the key 'color'; known keys are 'colour' and 'caption'")
-
-
 @pytest.fixture(scope="module")
 def labelled_site(image_folder_of: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Site:
     """Return the page of a run that was judged on labelled images, by models without texts."""
     folder = tmp_path_factory.mktemp("labelled")
-    raw: dict[str, Any] = {
-        "output_dir": str(folder / "run"),
-        "method": "ridge",
-        "old": image_folder_of["vit"],
-        "new": image_folder_of["resnet"],
-        "data": {
-            "images": {"path": write_classes(folder / "train", 6, 0)},
-            "queries": {"path": write_classes(folder / "test", 3, 1)},
-        },
-        "evaluation": {"resamples": 100, "ks": [1, 2], "examples": 0},
-    }
-    run_recipe(parse_recipe(raw, "demo", "demo.yaml"))
-    return load_site(str(folder / "run"), None, None, [], allow_changes=False)
+    data = {"images": {"path": write_classes(folder / "train", 6, 0)}, "queries": {"path": write_classes(folder / "test", 3, 1)}}
+    run = learn(folder, image_folder_of["vit"], image_folder_of["resnet"], data, ks=[1, 2])
+    return load_site(str(run), None, None, [], allow_changes=False)
 
 
 @pytest.fixture(scope="module")
@@ -546,16 +458,8 @@ def judged_site(folder_of: dict[str, str], old_folder: str, texts_file: str, tmp
         rows = [{"id": f"{name[0]}{row}", "text": f"{row} of the {name}"} for row in range(12)]
         Path(judged[name]["path"]).write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
     (folder / "qrels.tsv").write_text("query\tpassage\tgain\n" + "\n".join(f"q{row}\tp{row}\t1" for row in range(12)))
-    raw: dict[str, Any] = {
-        "output_dir": str(folder / "run"),
-        "method": "ridge",
-        "old": old_folder,
-        "new": folder_of["clip"],
-        "data": {"texts": [{"path": texts_file}], "judged_texts": judged},
-        "evaluation": {"resamples": 100, "examples": 0, "tsne_pairs": 0},
-    }
-    run_recipe(parse_recipe(raw, "demo", "demo.yaml"))
-    return load_site(str(folder / "run"), None, None, [], allow_changes=False)
+    run = learn(folder, old_folder, folder_of["clip"], {"texts": [{"path": texts_file}], "judged_texts": judged}, tsne_pairs=0)
+    return load_site(str(run), None, None, [], allow_changes=False)
 
 
 def test_several_folders(gallery: Path, new: Embedder, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -613,15 +517,10 @@ def test_models_that_read_images_alone_are_not_asked_texts(labelled_site: Site) 
     name = next(iter(labelled_site.shelves))
     item = labelled_site.shelves[name].gallery().search(np.ones((1, 16)), labelled_site.sides[0].embedder.fingerprint)[0][0].id
     assert restore_query(labelled_site, [("kind", "text"), ("text", "x")]).kind == "image"
+    with pytest.raises(XcompatError, match="no model of this page embeds texts; search with an image or the id of an item"):
+        answer(labelled_site, SearchQuery(kind="text", text="a red shoe"))
     asked = restore_query(labelled_site, [("kind", "item"), ("item", item), ("k", "3")])
     assert answer(labelled_site, asked).count('data-item="') == 6
-
-
-def test_a_text_for_models_of_images_alone_is_refused(labelled_site: Site) -> None:
-    with serving(labelled_site) as page:
-        said = httpx.post(f"{page}api/search", json={"kind": "text", "text": "a red shoe"}, timeout=None)
-    refusal = "no model of this page embeds texts; search with an image or the id of an item"
-    assert (said.status_code, said.text) == (400, refusal)
 
 
 def test_every_filter_that_is_offered_finds_its_items(tmp_path: Path) -> None:

@@ -456,6 +456,8 @@ def test_an_error_stops_no_one(client: httpx.Client, place: str, error: Exceptio
         said = client.post("/api/search", json=text_query())
     assert said.status_code == (400 if isinstance(error, XcompatError) else 500)
     assert "/srv" not in said.text and "\n" not in said.text
+    if isinstance(error, XcompatError):
+        assert said.text.endswith("a.png is damaged")
     again = client.post("/api/search", json=text_query())
     assert (again.status_code, again.text) == (200, expected.text)
 
