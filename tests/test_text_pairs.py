@@ -171,13 +171,6 @@ def test_mini_batches_give_the_gradient_of_the_whole(method: str, size: int, fol
             torch.testing.assert_close(parameter.grad, wanted[name], rtol=1e-5, atol=1e-5 * scale)
 
 
-def test_a_batch_without_passages_is_refused(folder_of: dict[str, str], pairs_file: str) -> None:
-    model = build("xbt", folder_of["clip"])
-    batch = {name: column for name, column in batch_for(model, pairs_file).items() if not name.startswith("passage")}
-    with pytest.raises(XcompatError, match="XbtModel needs the column pixel_values in the batch"):
-        model(**batch, return_loss=True)
-
-
 def test_a_sigmoid_loss_knows_no_passages(folder_of: dict[str, str], pairs_file: str) -> None:
     model = build("independent", folder_of["siglip"])
     with pytest.raises(XcompatError, match="SigLIP's loss needs images with texts"):
