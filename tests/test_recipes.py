@@ -18,7 +18,6 @@ import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 from data_layouts import make_all
 from data_layouts.bench import make_bench
-from data_layouts.labelled import make_imagenet
 from schedule import mostly_nightly
 
 from xcompat.core.errors import XcompatError
@@ -29,9 +28,8 @@ from xcompat.encoders.dimensions import scratch_dim
 from xcompat.encoders.scratch import ScratchSource, encoder_from_scratch
 from xcompat.encoders.standins import small_scratch, stand_in
 from xcompat.models import describe_old
-from xcompat.report import load_report
 from xcompat.training import test_data
-from xcompat.training.dry_run import BATCH, PAIRS, dry_run_recipe
+from xcompat.training.dry_run import dry_run_recipe
 from xcompat.training.evaluation_sets import check_zero_shot, load_pair_test_set
 from xcompat.training.headers import read_header
 from xcompat.training.input_checks import check_paths
@@ -182,43 +180,21 @@ def test_old_and_new_models_begin_with_other_weights(file: Path) -> None:
         assert len(set(begins)) == len(begins), f"{stage.name}: set seed_offset of one of {[model.name for model in models]}"
 
 
-def test_what_was_asked_for_is_there() -> None:
-    models = {
-        "clip/b32_to_l14",
-        "clip/l14_to_h14",
-        "clip/b32_to_h14",
-        "blip/base_to_large",
-        "siglip/clip_b32_to_siglip2",
-        "continual/b32_l14_h14",
-    }
-    baselines = {"full_tune", "lora_only", "base", "phi_alone", "phi_image_only", "phi_no_noise", "ridge", "procrustes"}
-    assert {f"{name}.yaml" for name in models} | {f"baselines/{name}.yaml" for name in baselines} <= set(map(named, RECIPES))
-
-
 def test_the_papers_schedule_is_theirs_for_every_method() -> None:
     """OCA §4.4: Adam, 1e-3, batches of 128, 100 epochs; nothing is clipped that no paper says."""
     recipe = loaded(SCHEDULE)
     stages = {stage.name: stage for stage in recipe.stages}
-    assert recipe.seeds == [0, 1, 2]
-    judged = {name: stage.method for name, stage in stages.items() if stage.is_judged}
-    remembering = {"query_map": "query_map", "map": "map", "map_known": "map"}
-    assert judged == {name: name for name in ("bct", "bt2", "oca", "mixbct", "fct")} | remembering
-    assert stages["query_map"].memory == "classes"
-    assert (stages["bt2"].data.old_embeddings, stages["bt2"].data.new_embeddings) == ("online", "online")
     for name in ("old", "independent", "bct", "bt2", "oca", "mixbct"):
         said = {"optim": "adamw_torch", "learning_rate": 1e-3, "per_device_train_batch_size": 128, "num_train_epochs": 100}
         assert said.items() <= stages[name].training.items() and not stages[name].training.get("weight_decay"), name
     assert all(stage.training["max_grad_norm"] == 0 for stage in recipe.stages)
-    header = read_header(SCHEDULE)
-    assert header.first_value("needs").endswith("a GPU") and header.first_value("ours") == "not run: needs a GPU"
 
 
-@pytest.mark.parametrize("file", RECIPES, ids=named)
-def test_every_recipe_says_what_it_needs_and_whether_it_was_run(file: Path) -> None:
-    text = file.read_text(encoding="utf-8")
-    header = "".join(line for line in text.splitlines(keepends=True) if line.startswith("#"))
-    assert text.startswith("# ") and "needs" in header.lower(), "the first lines say what the recipe is and needs"
-    assert "not run:" in header.lower() or "took" in header.lower(), "and how long it took, or why it was not run"
+def test_every_recipe_says_what_it_needs_and_whether_it_was_run() -> None:
+    texts = {named(file): file.read_text(encoding="utf-8") for file in RECIPES}
+    headers = {name: "".join(line for line in text.lower().splitlines() if line.startswith("#")) for name, text in texts.items()}
+    assert [name for name, text in texts.items() if not text.startswith("# ") or "needs" not in headers[name]] == []
+    assert [name for name, header in headers.items() if "not run:" not in header and "took" not in header] == []
 
 
 @pytest.mark.parametrize(
@@ -341,6 +317,12 @@ def test_a_papers_recipe_cites_its_rows(file: Path) -> None:
     header = PAPERS[file]
     assert all(header.first_value(key) for key in ("paper", "table", "data", "needs", "ours"))
     assert list(header.rows()), "a row, and what the paper found"
+    trained = [stage for stage in loaded(file).stages if not method_class(stage.method).is_solved]
+    assert all(stage.training.get("max_grad_norm") == 0 for stage in trained), "transformers would clip, which no paper states"
+    for _, published in header.rows():
+        if "AVG" in published:  # as papers of MixBCT print it
+            *four, average = map(float, re.findall(r"\d+\.\d\d", published))
+            assert average == pytest.approx(sum(four) / 4, abs=0.011), published
     paper = ROOT.parent / "shared" / "papers" / f"{header.first_value('paper')}.txt"
     if not paper.exists():
         pytest.skip(f"{paper} is not here")
@@ -350,21 +332,6 @@ def test_a_papers_recipe_cites_its_rows(file: Path) -> None:
     known |= {f"{100 * float(number):.2f}" for number in known}  # some print shares
     for row, published in header.rows():
         assert set(re.findall(r"\d+\.\d+", published)) <= known, f"{row}: a number that is not in the paper"
-
-
-def test_avg_of_mixbct_is_the_mean_of_four_numbers() -> None:
-    published = [said for header in PAPERS.values() for _, said in header.rows() if "AVG" in said]
-    assert len(published) > 80
-    for said in published:
-        *four, average = map(float, re.findall(r"\d+\.\d\d", said))
-        assert average == pytest.approx(sum(four) / 4, abs=0.011), said
-
-
-@pytest.mark.parametrize("file", PAPERS, ids=named)
-def test_a_papers_recipe_clips_no_gradient(file: Path) -> None:
-    trained = [stage for stage in loaded(file).stages if not method_class(stage.method).is_solved]
-    unclipped = (stage.training.get("max_grad_norm") == 0 for stage in trained)
-    assert all(unclipped), "transformers would clip at 1, which no paper states"
 
 
 def test_what_the_benchmark_searches_with_is_searched_with_nowhere_else() -> None:
@@ -399,68 +366,12 @@ def test_data_that_are_not_there_are_said_with_their_layout(tmp_path: Path, monk
         load_checked(recipe, [], every_stage=True)
 
 
-def test_a_flat_test_folder_is_refused_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As ImageNet's validation part is distributed: the stages before the one that is judged would train for days."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("xcompat.training.run.train_stage", lambda *_: pytest.fail("trained"))
-    recipe = ROOT / "recipes" / "oca" / "table_2_imagenet.yaml"
-    make_imagenet(tmp_path / "data" / "imagenet")
-    val = tmp_path / "data" / "imagenet" / "val"
-    first, *others = sorted(val.rglob("*.JPEG"))
-    stray = first.rename(val / "stray.JPEG")  # after the folders: the first image alone does not tell
-    expected = r"\.JPEG has no label; move it into a folder .*\. table_2_imagenet\.yaml expects data/imagenet/train/n0144"
-    with pytest.raises(XcompatError, match=rf"bct: data\.queries: .*{expected}"):
-        run_recipe(load_checked(recipe, []))
-    assert not (tmp_path / "runs").exists()
-    stray.unlink()
-    for file in others:
-        file.rename(val / file.name)
-    for folder in filter(Path.is_dir, list(val.iterdir())):
-        folder.rmdir()
-    with pytest.raises(XcompatError, match=rf"old: data\.queries\.path: .*{expected}"):
-        load_checked(recipe, [])
-
-
-def test_class_files_of_another_length_are_refused(layouts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(layouts)
-    (tmp_path / "short.txt").write_text("tench\ngoldfish\n")
-    file = ROOT / "recipes" / "xbt" / "table_8_zero_shot.yaml"
-    short = f"data.zero_shot.imagenet_sketch.classes={tmp_path / 'short.txt'}"
-    recipe = load_recipe(file, [short, f"output_dir={tmp_path / 'run'}"])
-    message = (
-        r"zero_shot\.imagenet_sketch: data/imagenet-sketch/sketch and .*short\.txt do not fit: 2 classes, but the images are in 4"
-    )
-    with pytest.raises(XcompatError, match=message):
-        run_recipe(recipe)
-    assert not (tmp_path / "run").exists(), "nothing was trained"
-
-
-def test_a_dry_run_keeps_zero_shot_and_the_limit_of_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, undrawn: None) -> None:
-    (tmp_path / "classes.txt").write_text("tench\n")
-    shot = {"images": {"path": "some/images"}, "classes": str(tmp_path / "classes.txt"), "templates": ["a {}", "one {}"]}
-    data = {"texts": [{"path": "some/texts"}], "texts_limit": 1000, "test": {"path": "some/pairs"}, "zero_shot": shot}
-    raw = {"method": "ridge", "old": "some/old", "new": "some/new", "data": data}
-    judged: list[set[str]] = []
-
-    def run(recipe: Recipe) -> dict[str, Path]:
-        (stage,) = recipe.stages
-        assert stage.data.texts_limit == PAIRS - BATCH
-        assert stage.data.zero_shot is not None and stage.data.zero_shot.templates == shot["templates"]
-        reports = run_recipe(recipe)
-        judged.extend(set(case.metrics) for case in load_report(recipe.output_dir).cases)
-        return reports
-
-    monkeypatch.setattr("xcompat.training.dry_run.run_recipe", run)
-    dry_run_recipe(parse_recipe(raw, "demo", "demo.yaml"))
-    assert any("zero_shot@1" in metrics for metrics in judged)
-
-
 def test_a_dry_run_from_the_command_line(tmp_path: Path) -> None:
-    recipe = ROOT / "recipes" / "baselines" / "lora_only.yaml"
+    recipe = ROOT / "recipes" / "baselines" / "ridge.yaml"
     done = warm.run("-m", "xcompat", "train", recipe, "--dry-run", folder=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "baseline_lora_only runs from end to end on stand-ins" in done.stdout
-    assert "pixparse/cc3m-wds" in done.stdout
+    assert "baseline_ridge runs from end to end on stand-ins" in done.stdout
+    assert "lmms-lab/NoCaps" in done.stdout
     assert not done.stderr.strip(), "no library's bars or warnings"
     assert not list(tmp_path.iterdir()), "nothing is written"
 
@@ -507,15 +418,6 @@ def test_stand_ins_are_what_a_stage_reads(changes: dict[str, Any], undrawn: None
     dry_run_recipe(parse_recipe({"old": "some/old", "new": "some/new", **changes}, "demo", "demo.yaml"))
 
 
-def test_the_augmentation_of_the_paper() -> None:
-    recipe = load_recipe(ROOT / "recipes" / "clip" / "b32_to_l14.yaml")
-    phi, xbt = recipe.stages
-    assert xbt.data.augmentation is not None and xbt.data.augmentation.min_scale == 0.5
-    assert isinstance(xbt.data.pairs, PairSource) and xbt.data.pairs.streaming
-    assert 8 * phi.training["per_device_train_batch_size"] == 8192 and 8 * xbt.training["per_device_train_batch_size"] == 1024
-    assert xbt.prompt_lr_factor == 100 and xbt.options["adapters"]["prompts"] == 10
-
-
 @pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.stem)
 def test_accelerate_reads_every_configuration_without_a_key_left_over(file: Path) -> None:
     config = load_config_from_file(str(file))  # raises for unknown keys
@@ -524,19 +426,7 @@ def test_accelerate_reads_every_configuration_without_a_key_left_over(file: Path
         assert getattr(config, key) == value, key
 
 
-def test_configurations_say_what_accelerate_needs_to_be_told() -> None:
-    config = {file.stem: load_config_from_file(str(file)) for file in CONFIGS}
-    assert config.keys() == {"single_gpu", "multi_gpu", "multi_node", "fsdp2", "deepspeed_zero2", "tpu", "cpu", "cpu_2"}
-    cpu_2 = config["cpu_2"]
-    assert (cpu_2.distributed_type, cpu_2.use_cpu, cpu_2.num_processes) == ("MULTI_GPU", True, 2), "MULTI_CPU starts one process"
-    assert config["tpu"].distributed_type == "XLA"
-    assert config["multi_node"].num_machines == 2 and config["multi_node"].main_process_ip
-    fsdp = config["fsdp2"].fsdp_config
-    assert fsdp["fsdp_version"] == 2 and fsdp["fsdp_state_dict_type"] == "SHARDED_STATE_DICT"
-    assert {"fsdp_reshard_after_forward", "fsdp_auto_wrap_policy"} <= set(fsdp)
-    assert config["deepspeed_zero2"].deepspeed_config["zero_stage"] == 2
-
-
+@pytest.mark.nightly
 def test_cpu_2_starts_two_processes(tmp_path: Path) -> None:
     script = tmp_path / "who.py"
     script.write_text(

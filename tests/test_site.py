@@ -14,7 +14,6 @@ from html.parser import HTMLParser
 from pathlib import Path
 from types import ModuleType
 
-import griffe
 import pytest
 from markdown_it import MarkdownIt
 from mkdocstrings import Inventory
@@ -69,26 +68,20 @@ class Elements(HTMLParser):
         self._inside -= tag == "article"
 
 
-def test_every_public_name_stands_on_an_api_page(site: Path) -> None:
+def test_public_names_and_what_pages_import_have_an_api_page(site: Path) -> None:
     with (site / "objects.inv").open("rb") as file:
         inventory = Inventory.parse_sphinx(file)
-    named = [f"{package}.{name}" for package in PACKAGES for name in getattr(importlib.import_module(package), "__all__", ())]
-    assert "xcompat.methods.XbtModel" in named
-    assert [name for name in named if name not in inventory and not name.endswith("__")] == []
-    assert {item.uri.split("/")[0] for item in inventory.values()} == {"api"}
-
-
-def test_what_the_pages_import_stands_on_an_api_page(site: Path) -> None:
-    with (site / "objects.inv").open("rb") as file:
-        inventory = Inventory.parse_sphinx(file)
+    public = [f"{package}.{name}" for package in PACKAGES for name in getattr(importlib.import_module(package), "__all__", ())]
+    assert "xcompat.methods.XbtModel" in public
     imports = re.compile(r"^from (xcompat[\w.]*) import ([\w, ]+)", re.MULTILINE)
     pages = [ROOT / "README.md", *DOCS.rglob("*.md"), *DOCS.rglob("*.ipynb")]
     told = [block for page in pages for block in imports.findall(page.read_text(encoding="utf-8"))]
-    found = {(module, name) for module, names in told for name in names.split(", ")}
-    assert ("xcompat.retrieval", "Gallery") in found
+    imported = {(module, name) for module, names in told for name in names.split(", ")}
+    assert ("xcompat.retrieval", "Gallery") in imported
     lazy = {name: f"xcompat.methods.{name}" for name in importlib.import_module("xcompat.methods").__all__}
-    named = [lazy.get(name, f"xcompat.{name}") if module == "xcompat" else f"{module}.{name}" for module, name in sorted(found)]
-    assert [name for name in named if name not in inventory] == []
+    public += [lazy.get(name, f"xcompat.{name}") if module == "xcompat" else f"{module}.{name}" for module, name in imported]
+    assert sorted(name for name in public if name not in inventory and not name.endswith("__")) == []
+    assert {item.uri.split("/")[0] for item in inventory.values()} == {"api"}
 
 
 def test_no_page_loads_anything_from_elsewhere(site: Path) -> None:
@@ -122,55 +115,3 @@ def test_github_and_the_site_show_the_same(site: Path) -> None:
         shown = site / (path.with_name("index.html") if path.name == "README.md" else path.with_suffix(".html"))
         there, here = Elements(shown).article, as_github_shows(page)
         assert {tag: there[tag] for tag in SHOWN} == {tag: here[tag] for tag in SHOWN}, path
-
-
-def test_equations_are_mathml() -> None:
-    hooks = theme("hooks")
-    assert hooks.equation(r"\frac{a}{b}", "block").startswith("<math")
-    assert "<mfrac>" in hooks.equation(r"\frac{a}{b}", "block")
-
-
-def test_links_out_of_docs_lead_to_pages_to_the_repository_or_nowhere() -> None:
-    address = theme("hooks")._address
-    assert address(DOCS / "../CONTRIBUTING.md", DOCS, None) == "CONTRIBUTING.md"
-    assert address(DOCS / "results/../../SECURITY.md", DOCS / "results", None) == "../SECURITY.md"
-    assert address(DOCS / "../README.md", DOCS, None) == "README.md"
-    assert address(ROOT / "docs/maps.md", DOCS, None) == "maps.md"
-    assert address(DOCS / "../recipes", DOCS, None) is None
-    assert address(DOCS / "../recipes", DOCS, "https://example.org/x/") == "https://example.org/x/tree/main/recipes"
-    assert address(DOCS / "../Makefile", DOCS, "https://example.org/x") == "https://example.org/x/blob/main/Makefile"
-    assert address(DOCS / "../nowhere.md", DOCS, None) == "../nowhere.md", "which the strict build names"
-
-
-def test_the_navigation_takes_folders_that_are_there() -> None:
-    filled = theme("hooks")._filled([{"A": ["maps.md", {"Studies": "results/"}]}, {"None": "no_such_folder/"}, "results/"])
-    assert filled[0]["A"][0] == "maps.md"
-    studies = filled[0]["A"][1]["Studies"]
-    assert studies[:2] == ["results/README.md", "results/quickstart.md"], "which its README names first"
-    assert sorted(studies) == sorted(f"results/{path.name}" for path in (DOCS / "results").glob("*.md"))
-    assert filled[1:] == studies
-
-
-def test_docstrings_are_read_in_the_style_of_the_house() -> None:
-    code = '''
-class Options(BaseModel):
-    """Those of :class:`~a.Thing`.
-
-    Args:
-        depth: how deep.
-
-    Example:
-        >>> 1
-        1
-    """
-
-    kind: ClassVar[str] = "options"
-    depth: int = 3
-'''
-    module = griffe.visit(
-        "a", filepath=Path("a.py"), code=code, extensions=griffe.load_extensions(theme("docstrings").HouseStyle)
-    )
-    options = module["Options"]
-    assert [(each.name, str(each.default)) for each in options["__init__"].parameters] == [("self", "None"), ("depth", "3")]
-    assert "`a.Thing`" in options.docstring.value
-    assert [section.kind.value for section in options.docstring.parse("google")] == ["text", "parameters", "examples"]
