@@ -73,6 +73,7 @@ MISTAKES = {
     "embed vectors.parquet x=1 --model enc --out x": "'x=1' overrides a recipe value, but vectors.parquet is not a recipe",
     "evaluate": "nothing to evaluate: use a recipe, a run or a checkpoint, or embeddings with --old and --new",
     "evaluate empty": "empty is not an xcompat checkpoint; choose the folder with its config.json, usually RUN/model",
+    "evaluate empty/nowhere": "empty/nowhere does not exist; use a recipe, a run's folder or a checkpoint",
     "evaluate own": "set --data to test images with captions or classes for own",
     "evaluate own --data nowhere/x.csv": "nowhere/x.csv does not exist",
     "evaluate own --data images --output ended": "ended already contains the report of a recipe; choose another --out",

@@ -41,6 +41,7 @@ def test_they_are_listed_shown_and_copied(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("COLUMNS", "200")
     listed = CliRunner().invoke(app, ["recipes"]).stdout
     assert all(name in listed for name in NAMES) and "a map that is solved, not trained" in " ".join(listed.split())
+    assert "Copy one: xcompat recipes NAME --to recipes. Run it: xcompat train recipes/NAME.yaml" in listed
     source = (ROOT / "recipes" / "clip" / "b32_to_l14.yaml").read_text(encoding="utf-8")
     assert CliRunner().invoke(app, ["recipes", "b32_to_l14"]).stdout == source
     copied = CliRunner().invoke(app, ["recipes", "clip/b32_to_l14", "--to", "mine"])

@@ -210,12 +210,12 @@ def require_testable(folder: Path, data: Path | None, output: Path) -> None:
     Raises:
         XcompatError: with the path.
     """
-    if is_local(str(folder)) and not (folder.is_dir() and is_xcompat_model(folder)):
-        raise XcompatError(f"{folder} {NO_CHECKPOINT}")
-    if "/" not in str(folder) and not folder.exists():
+    if not folder.exists() and (is_local(str(folder)) or "/" not in str(folder)):
         raise MissingPathError(
             f"{folder} does not exist; use a recipe, a run's folder or a checkpoint ({nearest_path(str(folder))})"
         )
+    if is_local(str(folder)) and not (folder.is_dir() and is_xcompat_model(folder)):
+        raise XcompatError(f"{folder} {NO_CHECKPOINT}")
     require_output(output)
     if data is None:
         raise XcompatError(f"set --data to test images with captions or classes for {folder}")

@@ -124,4 +124,6 @@ def print_recipes(name: str | None, to: Path | None) -> None:
         else:  # a table would pad each line
             width = max(map(len, found))
             console.out("\n".join(f"{each:<{width}}  {first_sentence(file)}" for each, file in found.items()), highlight=False)
-        console.print("[dim]Copy one: xcompat recipes NAME --to recipes[/]", soft_wrap=True)
+        console.print(
+            "[dim]Copy one: xcompat recipes NAME --to recipes. Run it: xcompat train recipes/NAME.yaml[/]", soft_wrap=True
+        )
