@@ -11,7 +11,7 @@ import faiss
 import numpy as np
 import pytest
 import torch
-from conftest import store
+from conftest import store, write_photos
 from PIL import Image
 
 from xcompat import FctModel, Fingerprint
@@ -133,6 +133,7 @@ def test_models_compute_on_the_accelerator_of_the_process(
 
     monkeypatch.chdir(tmp_path)
     Gallery.create("g", Fingerprint.from_string("m"), dim=2)
+    write_photos(tmp_path / "photos", 1)
     monkeypatch.setattr(embedder, "load_embedder", load)
     monkeypatch.setattr("xcompat.retrieval.query_sources.load_embedder", load)
     for module in ("cli.opening", "retrieval.query_sources"):

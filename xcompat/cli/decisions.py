@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from xcompat.cli.opening import load_reranker, open_searched
+from xcompat.cli.opening import load_originals, load_reranker, open_searched
 from xcompat.cli.options import parse_hit_count
 from xcompat.core.distributed import device
 from xcompat.core.errors import XcompatError
 from xcompat.core.progress import announce_loading, console, literal, silence_libraries
 
 if TYPE_CHECKING:
+    from xcompat.retrieval.originals import Originals
     from xcompat.stores.shadow import SearchSetup
 
 
@@ -60,12 +61,12 @@ def shadow(
     argument_checks.require_models(old, model)
     if out is not None and out.exists():
         raise XcompatError(f"{out} exists; choose another file with --out")
-    opened = open_searched(searched)
+    opened, items = open_searched(searched), load_originals(originals, {}) if originals else None
+    read = _queries(queries, limit)
     announce_loading(old, model, rerank_with)
     from xcompat.stores.shadow_report import show_shadow
 
-    read = _queries(queries, limit)
-    ways = _way(old), _way(model, rerank, originals, rerank_with)
+    ways = _way(old), _way(model, rerank, items, rerank_with)
     if not show_shadow(opened, ways, read, top_k, limit_ms, out):
         raise typer.Exit(1)
 
@@ -124,7 +125,7 @@ def _queries(source: str, limit: int | None) -> Sequence[str] | Iterator[str]:
     return load_queries(source).one_by_one()[:limit]
 
 
-def _way(model: str, rerank: int | None = None, originals: list[Path] | None = None, rerank_with: str = "") -> SearchSetup:
+def _way(model: str, rerank: int | None = None, originals: Originals | None = None, rerank_with: str = "") -> SearchSetup:
     from xcompat.models.embedder import load_embedder
     from xcompat.retrieval.fallback import Fallback
     from xcompat.stores.shadow import SearchSetup

@@ -24,6 +24,7 @@ from xcompat.cli.opening import (
     open_searched,
     open_store,
     require_ids_of_index,
+    require_index_ids,
     restrict,
 )
 from xcompat.cli.options import (
@@ -117,8 +118,10 @@ def build(
         )
     elif source is not None:
         argument_checks.require_inputs(source, model)
+        commands.require_place(out, index, milvus)
+        originals = load_originals(source, texts, max_bad_share, kept)
         embedder, side = load_model(model, dtype, side_info), load_model(side_info, dtype) if side_info is not None else None
-        commands.build(out, load_originals(source, texts, max_bad_share, kept), embedder, index, milvus, side)
+        commands.build(out, originals, embedder, index, milvus, side)
     else:
         raise XcompatError("name the images or texts to embed, or an index to adopt with --from-faiss")
 
@@ -200,6 +203,9 @@ def search(
     with _printing_results(json or csv):
         opened = None if is_index(gallery) else open_searched(gallery)
         argument_checks.require_named(model)
+        read = load_originals(originals, {}) if originals else None
+        if opened is None:
+            require_index_ids(gallery, ids, read)
         announce_loading(model, fallback, rerank_with)
         from xcompat.retrieval.hit_output import make_printer
         from xcompat.retrieval.query_sources import load_queries_and_model
@@ -208,9 +214,9 @@ def search(
         versions = _versions_of(opened) if opened is not None else ()
         typed, source = load_queries_and_model(query, queries, model, versions, fallback, embed_with, max_bad_share)
         if opened is None:
-            opened = open_index(gallery, source, ids, originals)
+            opened = open_index(gallery, source, ids, read)
         old = load_old_model(typed, source, fallback, fallback_below)
-        reranker = load_reranker(source, rerank, originals, rerank_with, rerank_budget, record_demand)
+        reranker = load_reranker(source, rerank, read, rerank_with, rerank_budget, record_demand)
         show = make_printer("json" if json else "csv" if csv else "table", group_by, queries is not None, fields or [])
         _show_hits(opened, (typed, source), top_k, where or [], show, old, group_by, reranker, fields or [])
 
@@ -264,9 +270,10 @@ def add(
     kept = _kept_columns(metadata, no_metadata)
     opened = open_gallery(gallery)
     argument_checks.require_inputs(source, model)
+    originals = load_originals(source, texts, max_bad_share, kept)
     _warn_of_backfill(opened, model)
     embedder, side = load_model(model, dtype, side_info), load_model(side_info, dtype) if side_info is not None else None
-    commands.add(opened, load_originals(source, texts, max_bad_share, kept), embedder, replace, side)
+    commands.add(opened, originals, embedder, replace, side)
 
 
 @app.command()
@@ -311,8 +318,9 @@ def upgrade(
             commands.upgrade(opened, newer, dry_run, spread)
     else:
         argument_checks.require_inputs(backfill, model)
+        originals = load_originals(backfill, texts, max_bad_share, kept)
         _warn_of_backfill(opened, model)
-        embedder, originals = load_model(model, dtype), load_originals(backfill, texts, max_bad_share, kept)
+        embedder = load_model(model, dtype)
         with where.pool(model, embedder) as spread:
             commands.backfill(opened, originals, embedder, budget, dry_run, spread)
 
@@ -456,7 +464,8 @@ def _examine_gallery(gallery: str, model: str, images: str, texts: dict[str, obj
 
     opened = open_gallery(Path(gallery))
     argument_checks.require_inputs(Path(images), model)
-    return commands.doctor(opened, load_model(model), load_originals(Path(images), texts), sample)
+    originals = load_originals(Path(images), texts)
+    return commands.doctor(opened, load_model(model), originals, sample)
 
 
 @app.command()

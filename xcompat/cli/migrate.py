@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 import typer
 
 from xcompat.cli.options import Engine, GpusPerWorker, Json, PricePerMillion, RequestsPerMinute, WorkerCount, print_json
-from xcompat.core.distributed import device
+from xcompat.core.distributed import device, is_main_process
 from xcompat.core.errors import XcompatError
 from xcompat.core.progress import announce_loading, console, results_on_stdout, silence_libraries
 
@@ -95,7 +95,7 @@ def plan(
     service = _Service(embed_with, requests_per_minute, price)
     _require(uri, model, embed, image_folder if embed else None, service)
     with _messages_on_stderr(json):
-        source, store = _vector_source(model, embed, image_folder if embed else None, service), _open(uri, where)
+        store, source = _open(uri, where), _vector_source(model, embed, image_folder if embed else None, service)
         old = commands.check_model(store, from_, held)
         found = commands.plan(store, source, dtype, max_bad_share, old)
         print_quality(model, console, mapped=embed is None)
@@ -146,6 +146,8 @@ def start(
     engines = Workers(engine, workers, gpus_per_worker)
     service = _Service(embed_with, requests_per_minute, price)
     _require(uri, model, embed, image_folder if embed else None, service, engine)
+    if is_main_process():
+        _open(uri, where).close()  # raises before the model is loaded
     source = _vector_source(model, embed, image_folder if embed else None, service)
     with engines.pool(model, source.model) as spread:
         if spread is None:

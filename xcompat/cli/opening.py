@@ -71,14 +71,19 @@ def require_ids_of_index(place: str, ids: Path | None) -> None:
         raise XcompatError(f"--ids gives the ids of a faiss index, but {place} is not a faiss index; remove --ids")
 
 
-def open_index(index: str, source: QuerySource, ids: Path | None, originals: list[Path] | None) -> Gallery:
+def require_index_ids(index: str, ids: Path | None, originals: Originals | None) -> None:
+    """Raise if a faiss index, its ids and the originals do not fit together."""
+    from xcompat.retrieval import index_gallery
+
+    index_gallery.require_ids(Path(index), ids, originals)
+
+
+def open_index(index: str, source: QuerySource, ids: Path | None, originals: Originals | None) -> Gallery:
     """Open a faiss index, to search it with a map."""
     from xcompat.embeddings.provider import query_model
     from xcompat.retrieval import index_gallery
 
-    return index_gallery.open_index(
-        Path(index), query_model(source), ids, originals=load_originals(originals, {}) if originals else None
-    )
+    return index_gallery.open_index(Path(index), query_model(source), ids, originals=originals)
 
 
 def open_gallery(folder: Path) -> Gallery:
@@ -101,7 +106,7 @@ def load_old_model(typed: Queries, source: QuerySource, fallback: str, below: fl
 
 
 def load_reranker(
-    source: QuerySource, candidates: int | None, originals: list[Path] | None, model: str, budget: int | None, record_demand: bool
+    source: QuerySource, candidates: int | None, originals: Originals | None, model: str, budget: int | None, record_demand: bool
 ) -> Reranker | None:
     """Load the re-ranker of ``--rerank``; None without the option."""
     if candidates is None:
@@ -109,8 +114,7 @@ def load_reranker(
     from xcompat.retrieval.reranking import Reranker, require_source
 
     embedder = require_source(load_model(model) if model else source)
-    read = load_originals(originals, {}) if originals else None
-    return Reranker(embedder, read, None if candidates is True else candidates, budget=budget, record_demand=record_demand)
+    return Reranker(embedder, originals, None if candidates is True else candidates, budget=budget, record_demand=record_demand)
 
 
 def load_model(model: str, dtype: Dtype = None, side_info: str | None = None) -> Embedder:

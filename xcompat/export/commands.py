@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 from xcompat.core.files import list_entries
+from xcompat.core.ownership import require_replaceable
 from xcompat.core.progress import console, literal, silence_libraries
 from xcompat.export import onnx_towers, query_transform, sentence_transformers
 from xcompat.export.modules import Space
@@ -27,6 +28,7 @@ def _load_alone(name: str) -> CompatModel:
 def to_faiss(index: Path, model: str, out: Path, overwrite: bool, memory: Kept = "all") -> None:
     """Write a faiss index for the new model's queries, with the model's whole memory, only its learned transform, or neither."""
     silence_libraries()
+    query_transform.require_place(index, out, overwrite)
     loaded = _load_alone(model)
     if loaded.memory is not None and memory != "all" and not loaded.maps_galleries:
         loaded = loaded.remember(loaded.memory.without_entries() if memory == "transform" else None)
@@ -46,6 +48,7 @@ def to_faiss(index: Path, model: str, out: Path, overwrite: bool, memory: Kept =
 def to_sentence_transformers(run: str, out: Path, space: Space, overwrite: bool) -> None:
     """Write a folder that sentence-transformers loads."""
     silence_libraries()
+    require_replaceable(out, sentence_transformers.MADE_BY, overwrite)
     enough = sentence_transformers.to_sentence_transformers(_load_alone(run), out, space, overwrite)
     flag, needs = ("", "without xcompat") if enough else (", trust_remote_code=True", "where xcompat is installed")
     load = f"SentenceTransformer({str(out)!r}{flag})"
@@ -55,6 +58,7 @@ def to_sentence_transformers(run: str, out: Path, space: Space, overwrite: bool)
 def to_onnx(run: str, out: Path, space: Space, overwrite: bool) -> None:
     """Write image and text tower as ONNX."""
     silence_libraries()
+    require_replaceable(out, onnx_towers.MADE_BY, overwrite)
     onnx_towers.to_onnx(_load_alone(run), out, space, overwrite)
     towers = " and ".join(path.name for path in list_entries(out, "*.onnx"))
     allowed = f"within {onnx_towers.TOLERANCE:.0e} of PyTorch"

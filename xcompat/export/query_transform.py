@@ -15,6 +15,7 @@ from xcompat.export.modules import sources_of
 from xcompat.methods.query_map import QueryMapModel
 from xcompat.models.base import CompatModel
 from xcompat.retrieval.adopted_index import open_adopted
+from xcompat.retrieval.adoption import require_index
 from xcompat.retrieval.backend import INDEX_FILE
 from xcompat.retrieval.faiss_index import map_faiss, write_faiss
 from xcompat.retrieval.integrity import require_whole
@@ -72,6 +73,16 @@ def to_faiss(model: CompatModel, index: str | Path, out: str | Path, overwrite: 
     with owned_path(out, MADE_BY, overwrite, read, about) as temporary:
         write_faiss(chained, temporary)
     return version
+
+
+def require_place(index: Path, out: Path, overwrite: bool) -> None:
+    """Raise if the index or gallery is missing or unreadable, or the output is another file, before a model is loaded."""
+    if index.is_dir():
+        read_manifest(index)
+    else:
+        require_index(index)
+        require_readable(index, vectors=False)
+    require_replaceable(out, MADE_BY, overwrite, [index])
 
 
 def _linear(weight_dD: Tensor, bias_d: Tensor) -> faiss.LinearTransform:

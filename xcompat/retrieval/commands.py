@@ -22,7 +22,8 @@ from xcompat.retrieval.backend import milvus_uri
 from xcompat.retrieval.faiss_building import EXACT
 from xcompat.retrieval.gallery import Gallery
 from xcompat.retrieval.hit_output import QueryResult, short, wanted_metadata
-from xcompat.retrieval.manifest import CURRENT, Manifest, VersionRecord, previous_generation, read_manifest
+from xcompat.retrieval.leftovers import require_empty
+from xcompat.retrieval.manifest import CURRENT, VersionRecord, previous_generation, read_manifest
 from xcompat.retrieval.upgrading import plan_upgrade
 from xcompat.retrieval.versions import fits, require_joinable, require_views
 
@@ -102,7 +103,6 @@ def build(
     originals.require(embedder)
     if (folder / CURRENT).exists():
         there = Gallery.open(folder)
-        _require_place(there.manifest, index, milvus)
         if len(there):  # 0 if the build was stopped before its first commit
             origins_of(there, originals, "; use the originals that it was built from, or add these (xcompat gallery add)")
     elif is_main_process():
@@ -111,7 +111,16 @@ def build(
     add(Gallery.open(folder), originals, embedder, replace=False, side_info=side_info)
 
 
-def _require_place(manifest: Manifest, index: str | None, milvus: str | None) -> None:
+def require_place(folder: Path, index: str | None, milvus: str | None) -> None:
+    """Raise unless a gallery can be built in a folder: it is new, or has a gallery with these settings.
+
+    Raises:
+        XcompatError: with the file in the way, or the setting.
+    """
+    if not (folder / CURRENT).exists():
+        require_empty(folder)
+        return
+    manifest = read_manifest(folder)
     wanted = {"index": index, "milvus": milvus_uri(milvus) if milvus is not None else None}
     for name, value in wanted.items():
         there = getattr(manifest, name)

@@ -21,8 +21,11 @@ from xcompat.models.base import CompatModel
 from xcompat.retrieval.adopted_index import open_adopted, read_head
 from xcompat.retrieval.adoption import adopt_faiss, require_index
 from xcompat.retrieval.commands import read_ids
+from xcompat.retrieval.faiss_index import map_faiss
 from xcompat.retrieval.gallery import Gallery
 from xcompat.retrieval.manifest import CURRENT
+from xcompat.retrieval.own_ids import name_rows, read_own_ids
+from xcompat.retrieval.probing import require_readable
 from xcompat.retrieval.versions import identity
 
 if TYPE_CHECKING:
@@ -75,6 +78,20 @@ def open_index(
     if originals is not None and all(version is None for version in gallery.find(originals.ids)):
         notice(f"no id of {index} is one of the {originals.kind}, whose first id is {originals.ids[0]!r}; set --ids")
     return gallery
+
+
+def require_ids(index: Path, ids: Path | None = None, originals: Originals | None = None) -> None:
+    """Raise if the index, its ids and the originals do not fit together, before a model is loaded.
+
+    Use the arguments of :func:`open_index`.
+    """
+    require_index(index)
+    require_readable(index)
+    raw = map_faiss(index)
+    own = read_own_ids(raw, index)
+    named = ids or find_ids(index)
+    known = originals.ids if originals is not None else ()
+    name_rows(read_ids(named) if named is not None else None, own, raw.ntotal, index, known, numbers_rows=True)
 
 
 def find_ids(index: Path) -> Path | None:

@@ -43,7 +43,8 @@ def serve_target(
         raise XcompatError(
             f'the page needs {error.name}; install it with `pip install -e ".[serve]"` in a clone of xcompat'
         ) from None
-    from xcompat.serve.app import serve
+    from xcompat.serve.app import listen, serve
     from xcompat.serve.site_loading import load_site
 
+    listen(options).close()  # raises before models are loaded
     serve(load_site(target, model, old, sources, allow_changes, ids), options)

@@ -20,6 +20,7 @@ from xcompat.report import load_report
 from xcompat.retrieval import Gallery
 from xcompat.retrieval.canary import check_canary
 from xcompat.retrieval.fallback import old_model_of
+from xcompat.retrieval.index_gallery import open_index, require_ids
 from xcompat.retrieval.manifest import CURRENT
 from xcompat.retrieval.originals import merge_originals
 from xcompat.retrieval.ranking_comparison import searchable_state
@@ -60,9 +61,12 @@ def load_site(
     folder = Path(target)
     with stage_line(f"open {target}"):
         if (folder / CURRENT).is_file():
+            Gallery.open(folder)  # raises before models are loaded
             site = _gallery_site(folder, folder.resolve().name, _sides(model, old), list(map(Source, sources)))
         elif is_index(folder):
-            sides, known = _sides(model, old), list(map(Source, sources))
+            known = list(map(Source, sources))
+            require_ids(folder, ids, merge_originals([source.originals for source in known]) if known else None)
+            sides = _sides(model, old)
             site = _gallery_site(_adopt(folder, ids, sides, known), folder.name, sides, known)
         else:
             if sources:
@@ -107,8 +111,6 @@ def _sides(model: str | None, old: str | None) -> list[Side]:
 
 def _adopt(index: Path, ids: Path | None, sides: Sequence[Side], sources: Sequence[Source]) -> Path:
     """Return the gallery folder for an index."""
-    from xcompat.retrieval.index_gallery import open_index
-
     old = sides[0].embedder if len(sides) > 1 else None
     originals = merge_originals([source.originals for source in sources]) if sources else None
     return open_index(index, query_model(sides[-1].embedder), ids, old, originals).path
