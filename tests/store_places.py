@@ -93,14 +93,11 @@ class Place(Readable):
 
     Args:
         into: the name of a new space.
+        refusals: what its client raises where vectors have another dimension, or there is nothing of the name.
     """
 
     into = "embedding_new"
-
-    @property
-    @abstractmethod
-    def refusals(self) -> tuple[type[Exception], ...]:
-        """What its client raises where vectors have another dimension, or there is nothing of the name."""
+    refusals: tuple[type[Exception], ...]
 
     @abstractmethod
     def clear(self) -> None:
@@ -153,14 +150,10 @@ class PostgresPlace(Place):
     cheap = "price < 3"
 
     def __init__(self, server: str, connection: Any) -> None:
-        super().__init__()
-        self.server, self.connection = server, connection
-
-    @property
-    def refusals(self) -> tuple[type[Exception], ...]:
         import psycopg
 
-        return (psycopg.errors.DataException,)
+        super().__init__()
+        self.server, self.connection, self.refusals = server, connection, (psycopg.errors.DataException,)
 
     def clear(self) -> None:
         self.connection.execute("DROP TABLE IF EXISTS items, xcompat_records, xcompat_demand CASCADE")
@@ -233,15 +226,11 @@ class ChromaPlace(Place):
     cheap = '{"price": {"$lt": 3}}'  # as the command line gives it; a dict does as well
 
     def __init__(self, address: str, client: Any) -> None:
-        super().__init__()
-        self.address, self.client = address, client
-
-    @property
-    def refusals(self) -> tuple[type[Exception], ...]:
-        """The other dimension, and no collection between the two renames of a switch."""
         from chromadb.errors import ChromaError
 
-        return (ChromaError,)
+        super().__init__()
+        self.address, self.client = address, client
+        self.refusals = (ChromaError,)  # the other dimension, and no collection between the two renames of a switch
 
     def clear(self) -> None:
         for name in self.names():
@@ -312,6 +301,7 @@ class LancePlace(Place):
     """A table of LanceDB in a folder."""
 
     cheap = "price < 3"
+    refusals = (RuntimeError, OSError, ValueError)  # the other dimension, and commits of others that come in between
 
     def __init__(self, folder: Path) -> None:
         import lancedb
@@ -319,11 +309,6 @@ class LancePlace(Place):
         super().__init__()
         self.folder = folder
         self.database = lancedb.connect(folder, read_consistency_interval=timedelta(0))
-
-    @property
-    def refusals(self) -> tuple[type[Exception], ...]:
-        """The other dimension, and commits of others that come in between."""
-        return (RuntimeError, OSError, ValueError)
 
     def clear(self) -> None:
         self.database.drop_all_tables()
@@ -429,15 +414,11 @@ class MilvusPlace(Place):
     cheap = "price < 3"
 
     def __init__(self, address: str, client: Any) -> None:
-        super().__init__()
-        self.address, self.client = address, client
-
-    @property
-    def refusals(self) -> tuple[type[Exception], ...]:
-        """The other dimension, and no collection between the two renames of a switch."""
         from pymilvus.exceptions import MilvusException
 
-        return (MilvusException,)
+        super().__init__()
+        self.address, self.client = address, client
+        self.refusals = (MilvusException,)  # the other dimension, and no collection between the two renames of a switch
 
     def clear(self) -> None:
         for name in self.names():
@@ -511,14 +492,12 @@ class QdrantPlace(Place):
     cheap = '{"must": [{"key": "price", "range": {"lt": 3}}]}'
 
     def __init__(self, address: str, engine: Any = None) -> None:
-        super().__init__()
-        self.address, self.engine, self.shared = address, engine, engine is not None
-
-    @property
-    def refusals(self) -> tuple[type[Exception], ...]:
+        from qdrant_client import models
         from qdrant_client.http.exceptions import UnexpectedResponse
 
-        return (UnexpectedResponse,)
+        super().__init__()
+        self.address, self.engine, self.shared = address, engine, engine is not None
+        self.models, self.refusals = models, (UnexpectedResponse,)
 
     def clear(self) -> None:
         with self.client() as client:
@@ -541,31 +520,25 @@ class QdrantPlace(Place):
         client.close()
 
     def fill(self, vectors_ND: NDArray[np.float32], metric: str = "cosine", prices: dict[int, int] | None = None) -> None:
-        from qdrant_client import models
-
-        distance = {"cosine": models.Distance.COSINE, "ip": models.Distance.DOT, "l2": models.Distance.EUCLID}[metric]
+        distance = self.models.Distance({"cosine": "Cosine", "ip": "Dot", "l2": "Euclid"}[metric])
         with self.client() as client:
-            client.create_collection("items_v1", models.VectorParams(size=vectors_ND.shape[1], distance=distance))
+            client.create_collection("items_v1", self.models.VectorParams(size=vectors_ND.shape[1], distance=distance))
             known = priced(len(vectors_ND), prices)
             client.upload_collection("items_v1", vectors_ND, [{"price": price} for price in known.values()], [*known])
-            alias = models.CreateAlias(collection_name="items_v1", alias_name="items")
-            client.update_collection_aliases([models.CreateAliasOperation(create_alias=alias)])
+            alias = self.models.CreateAlias(collection_name="items_v1", alias_name="items")
+            client.update_collection_aliases([self.models.CreateAliasOperation(create_alias=alias)])
 
     def put(self, item: str, vector_D: NDArray[np.float32], price: int = 1) -> None:
-        from qdrant_client import models
-
         with self.client() as client:
-            client.upsert("items", [models.PointStruct(id=int(item), vector=vector_D.tolist(), payload={"price": price})])
+            client.upsert("items", [self.models.PointStruct(id=int(item), vector=vector_D.tolist(), payload={"price": price})])
 
     def note(self, item: str, value: str | None) -> None:
         with self.client() as client:
             client.set_payload("items", {"about": value}, [int(item)])
 
     def empty(self, item: str) -> None:
-        from qdrant_client import models
-
         with self.client() as client:
-            client.upsert("items", [models.PointStruct(id=int(item), vector={}, payload={"price": 1})])
+            client.upsert("items", [self.models.PointStruct(id=int(item), vector={}, payload={"price": 1})])
 
     def delete(self, item: str) -> None:
         with self.client() as client:
@@ -592,10 +565,8 @@ class QdrantPlace(Place):
         return {item: (vector / (np.linalg.norm(vector) or 1)).astype(np.float32) for item, vector in found.items()}
 
     def spoil(self, space: str, item: str, vector_D: NDArray[np.float32]) -> None:
-        from qdrant_client import models
-
         with self.client() as client:
-            client.update_vectors(space, [models.PointVectors(id=int(item), vector=vector_D.tolist())])
+            client.update_vectors(space, [self.models.PointVectors(id=int(item), vector=vector_D.tolist())])
 
     def everything(self) -> Any:
         with self.client() as client:
@@ -635,17 +606,11 @@ class SqlitePlace(Place):
         import sqlite_vec
 
         super().__init__()
-        self.file, self.connection = file, apsw.Connection(str(file))
+        self.file, self.connection, self.refusals = file, apsw.Connection(str(file)), (apsw.SQLError,)
         self.connection.set_busy_timeout(30_000)
         self.connection.transaction_mode = "IMMEDIATE"  # a read that becomes a write may not wait
         self.connection.enable_load_extension(True)
         self.connection.load_extension(sqlite_vec.loadable_path())
-
-    @property
-    def refusals(self) -> tuple[type[Exception], ...]:
-        import apsw
-
-        return (apsw.SQLError,)
 
     def clear(self) -> None:
         for table in ("items", "items_new", "items_before", "items_xcompat", "xcompat_records"):
