@@ -20,6 +20,8 @@ import torch
 import torch.distributed as dist
 import warm
 import yaml
+from conftest import write_photos
+from data_layouts.images import write_classes
 from PIL import Image
 from safetensors.torch import load_file
 from schedule import mostly_nightly, mostly_nightly_rows
@@ -35,8 +37,6 @@ from xcompat.training.checkpoints import last_complete_checkpoint
 from xcompat.training.stage_recipe import StageRecipe
 from xcompat.training.training_sets import labelled_data
 
-ROOT = Path(__file__).resolve().parents[1]
-CPU_2 = ROOT / "accelerate_configs" / "cpu_2.yaml"
 PAIRS = 28  # fills three batches of 8 and a half
 LORA = {"adapters": {"lora": {"rank": 2, "dropout": 0}, "prompts": 2}}
 LATER = ("phi_images", "shards", "direct", "texts_parts", "scale", "scale_parts")
@@ -99,21 +99,15 @@ def write_shards(folder: Path, lengths: list[int]) -> str:
     return str(folder)
 
 
-def write_folder(folder: Path) -> str:
-    folder.mkdir()
-    for number in range(PAIRS):
-        pixels = np.random.default_rng(number).integers(0, 255, (40, 40, 3), dtype=np.uint8)
-        Image.fromarray(pixels).save(folder / f"{number}.png")
-    (folder / "captions.csv").write_text("\n".join(["image,caption", *(f"{n}.png,cat {n}" for n in range(PAIRS))]) + "\n")
+def write_captioned(folder: Path) -> str:
+    write_photos(folder, PAIRS)
+    (folder / "captions.csv").write_text("\n".join(["image,caption", *(f"{n:02}.png,cat {n}" for n in range(PAIRS))]) + "\n")
     return str(folder)
 
 
-def write_classes(folder: Path) -> str:
-    for number in range(24):
-        pixels = np.random.default_rng(number).integers(0, 255, (40, 40, 3), dtype=np.uint8)
-        (folder / f"class {number % 3}").mkdir(parents=True, exist_ok=True)
-        Image.fromarray(pixels).save(folder / f"class {number % 3}" / f"{number}.png")
-    return str(folder)
+def write_labelled(folder: Path) -> str:
+    write_classes(folder, {"train": 8})
+    return str(folder / "train")
 
 
 def write_text_pairs(file: Path) -> str:
@@ -130,7 +124,7 @@ def recipe(folder: Path, old: str, new: str) -> dict[str, Any]:
     texts: dict[str, Any] = {"options": {"adapters": {"lora": LORA["adapters"]["lora"]}}}
     texts["data"] = {"pairs": None, "text_pairs": source}
     phi: dict[str, Any] = {"method": "projection", "options": {"noise_std": 0}}
-    classes = {"images": {"path": write_classes(folder / "classes")}, "pairs": None, "texts": [], "test": None}
+    classes = {"images": {"path": write_labelled(folder / "classes")}, "pairs": None, "texts": [], "test": None}
     upgraded: dict[str, Any] = {"method": "ridge", "options": {"direction": "old_to_new"}, "searched_classes": "known"}
     stages: list[dict[str, Any]] = [
         {**phi, "name": "phi"},
@@ -150,7 +144,7 @@ def recipe(folder: Path, old: str, new: str) -> dict[str, Any]:
     for name, lengths in STREAMS.items():
         source = {"path": write_shards(folder / name, lengths), "streaming": True}
         stages.append({**pair, "name": name, "data": {"pairs": source, "shuffle_buffer": 4}, "training": {"max_steps": 4}})
-    pairs = {"path": write_folder(folder / "pairs")}
+    pairs = {"path": write_captioned(folder / "pairs")}
     data = {"pairs": pairs, "texts": [{"path": str(folder / "texts.txt")}], "test": pairs, "augmentation": {"min_scale": 0.7}}
     training = {"max_steps": 6, "per_device_train_batch_size": 8, "learning_rate": 1e-3, "logging_steps": 1}
     raw = {"old": old, "new": new, "data": data, "training": training | {"dataloader_num_workers": 0}, "stages": stages}
@@ -337,7 +331,7 @@ def learn_with_constants(rank: int, photos: str, encoder: str, method: str, fold
 
 @pytest.mark.parametrize("method", mostly_nightly(["nccl", "unibct"], "unibct".__eq__))
 def test_ddp_sends_once_what_never_changes(method: str, image_folder_of: dict[str, str], tmp_path: Path) -> None:
-    photos = write_classes(tmp_path / "photos")
+    photos = write_labelled(tmp_path / "photos")
     warm.spawn(learn_with_constants, (photos, image_folder_of["resnet"], method, str(tmp_path)))
     (sent, own, one), (_, same, two), (all_sent, _, plain) = (
         torch.load(tmp_path / f"{name}.pt", weights_only=True) for name in ("once-0", "once-1", "always-0")
