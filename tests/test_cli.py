@@ -132,13 +132,38 @@ def test_a_recipe_that_is_no_text(run: Run, tmp_path: Path) -> None:
     assert "bytes.yaml is not valid YAML" in refused(run("train", tmp_path / "bytes.yaml"))
 
 
-def test_images_that_a_worker_cannot_read_stop_the_run(run: Run, recipe: Make, pairs_folder: str, tmp_path: Path) -> None:
+def broken_pairs(pairs_folder: str, tmp_path: Path) -> str:
     folder = Path(shutil.copytree(pairs_folder, tmp_path / "broken"))
     (folder / "5.png").write_bytes(b"no image")
-    data, training = {"pairs": {"path": str(folder), "max_bad_share": 0.01}}, {"dataloader_num_workers": 1, "max_steps": 6}
-    line = refused(run("train", recipe(method="independent", old=None, evaluation=None, data=data, training=training)))
+    return str(folder)
+
+
+def test_an_unreadable_image_is_skipped_counted_and_named(run: Run, recipe: Make, pairs_folder: str, tmp_path: Path) -> None:
+    source = {"path": broken_pairs(pairs_folder, tmp_path), "max_bad_share": 0.1}
+    code, out, error = run("train", recipe(data={"pairs": source, "embeddings_of": "images"}))
+    assert code == 0 and "skipped 5.png" in out, error
+    assert (tmp_path / "run" / "model" / "model.safetensors").stat().st_size > 1000
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_too_many_unreadable_images_stop_the_run(workers: int, run: Run, recipe: Make, pairs_folder: str, tmp_path: Path) -> None:
+    data: dict[str, Any] = {"pairs": {"path": broken_pairs(pairs_folder, tmp_path), "max_bad_share": 0.01}}
+    if workers:  # they read the images of each batch
+        training = {"dataloader_num_workers": workers, "max_steps": 6}
+        file = recipe(method="independent", old=None, evaluation=None, data=data, training=training)
+    else:
+        file = recipe(data=data | {"embeddings_of": "images"})
+    line = refused(run("train", file))
     assert "1 of 24 samples cannot be used" in line and "5.png" in line
     nothing_finished(tmp_path / "run")
+
+
+def test_texts_that_are_too_long_are_cut_and_counted(run: Run, recipe: Make, tmp_path: Path) -> None:
+    lines = [f"number {row} " + "long " * 30 * (row < 3) for row in range(10)]
+    (tmp_path / "long.txt").write_text("\n".join(line[:12] if row >= 3 else line for row, line in enumerate(lines)) + "\n")
+    code, out, error = run("train", recipe(data={"texts": [{"path": str(tmp_path / "long.txt")}], "test": None}, evaluation=None))
+    assert code == 0, error
+    assert "3 of 10 texts were truncated to the 16 tokens" in out
 
 
 def test_a_tracker_writes_what_is_trained(run: Run, recipe: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
