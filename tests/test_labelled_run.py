@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 from schedule import METHOD_OF_EACH_KIND, mostly_nightly, mostly_nightly_rows
@@ -259,6 +259,7 @@ def test_queries_that_are_trained_on_are_counted(
 
 
 @given(st.lists(st.binary(max_size=2)), st.lists(st.binary(max_size=2)), st.booleans())
+@settings(max_examples=25, deadline=None)
 def test_shared_images_are_those_of_equal_bytes(test: list[bytes], train: list[bytes], is_view: bool) -> None:
     features = datasets.Features({"image": datasets.Image(decode=False)})
 

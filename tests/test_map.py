@@ -516,12 +516,12 @@ def test_what_cannot_be_solved_is_left_out_and_said(alike: set[str], tmp_path: P
 def test_a_model_named_after_a_folder_is_said_first(
     sides: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (sides[1] / "image_embeds.npy").write_bytes(b"damaged")
+    (tmp_path / "old.npy").write_bytes(b"damaged")
     for name, is_said in ((None, True), ("clip-b32", False)):
-        with pytest.raises(XcompatError, match=r"image_embeds\.npy"):
-            map_embeddings(MapRequest(*sides, tmp_path / "out", old_model=name))
+        with pytest.raises(XcompatError, match=r"old\.npy"):
+            map_embeddings(MapRequest(tmp_path / "old.npy", sides[1], tmp_path / "out", old_model=name))
         printed = " ".join(capsys.readouterr().out.partition("▸ read")[0].split())
-        assert (f"the old model is named 'old' after {sides[0]}" in printed) is is_said, "before anything is read"
+        assert (f"the old model is named 'old' after {tmp_path / 'old.npy'}" in printed) is is_said, "before anything is read"
 
 
 @torch.no_grad()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import faiss
 import numpy as np
 import pytest
 
-from xcompat import Fingerprint, XcompatError, cli
+from xcompat import Fingerprint, XcompatError
 from xcompat.core import files
 from xcompat.core.ownership import MARKER, owned_path, read_marker, require_replaceable
 from xcompat.methods import METHODS
@@ -149,17 +148,9 @@ def write_index(path: Path) -> Path:
     return path
 
 
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str]:
-    monkeypatch.setattr(sys, "argv", ["xcompat", *map(str, arguments)])
-    with pytest.raises(SystemExit) as stop:
-        cli.main()
-    printed = capsys.readouterr()
-    return int(stop.value.code or 0), printed.out + printed.err
-
-
 @pytest.mark.parametrize("kind", ["sentence-transformers", "onnx"])
 def test_an_export_deletes_no_folder_of_documents(
-    kind: str, folder_of: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    kind: str, folder_of: dict[str, str], tmp_path: Path, run_xcompat: Callable[..., tuple[int, str, str]]
 ) -> None:
     old = describe_old(OLD, dim=8)
     METHODS["bct"].from_encoder(folder_of["clip"], old=old, classes=["cat", "dog"], dim=8).export(tmp_path / "run" / "model")
@@ -167,12 +158,12 @@ def test_an_export_deletes_no_folder_of_documents(
     (tmp_path / "docs" / "thesis.txt").write_text("years of work")
     for out, said in (("docs", "thesis.txt was not made by"), ("run", "is an input of"), ("run/model", "is an input of")):
         arguments = ["export", kind, tmp_path / "run", "--out", tmp_path / out, "--space", "own"]
-        code, printed = run(monkeypatch, capsys, *arguments)
+        code, _, printed = run_xcompat(*arguments)
         assert code == 2 and said in printed.splitlines()[-1] and "Traceback" not in printed
     assert (tmp_path / "docs" / "thesis.txt").read_text() == "years of work" and (tmp_path / "run/model/config.json").exists()
 
 
-def test_exports_keep_other_indexes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_exports_keep_other_indexes(tmp_path: Path, run_xcompat: Callable[..., tuple[int, str, str]]) -> None:
     ridge().export(tmp_path / "run" / "model")
     for name in ("old.faiss", "other.faiss"):
         write_index(tmp_path / name)
@@ -183,12 +174,12 @@ def test_exports_keep_other_indexes(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         ("old.faiss", ["--overwrite"], "is an input of"),
         ("other.faiss", [], "not made"),
     ):
-        code, printed = run(monkeypatch, capsys, *command, tmp_path / out, *flag)
+        code, _, printed = run_xcompat(*command, tmp_path / out, *flag)
         assert code == 2 and said in printed
     assert (tmp_path / "old.faiss").read_bytes() == (tmp_path / "other.faiss").read_bytes() == before
     for flag in (["--overwrite"], [], []):
-        code, printed = run(monkeypatch, capsys, *command, tmp_path / "other.faiss", *flag)
-        assert code == 0 and "a faiss file does not record its model" in printed
+        code, printed, more = run_xcompat(*command, tmp_path / "other.faiss", *flag)
+        assert code == 0 and "a faiss file does not record its model" in printed + more
     assert faiss.read_index(str(tmp_path / "other.faiss")).d == 16
 
 

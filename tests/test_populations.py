@@ -13,8 +13,6 @@ from xcompat.evaluation.cases import failed_comparisons
 from xcompat.evaluation.embedded_images import LearnedItems
 from xcompat.mapping import PairedEmbeddings, choose
 from xcompat.mapping.choice_report import as_json
-from xcompat.report.content import ModelInfo, Report
-from xcompat.report.pages import render_html, render_markdown
 
 EACH, DIM = 5, 6
 
@@ -71,15 +69,6 @@ def test_one_population_that_finds_less_fails_the_verdict(contestants: Evaluated
         for case in judged.cases
     ]
     assert {each.population for each in failed_comparisons(lost)} == {"new in the whole gallery"}
-
-
-def test_reports_name_populations_in_words(contestants: EvaluatedModels) -> None:
-    evaluation = evaluate(with_learned(contestants))
-    info = ModelInfo("a", "0" * 64, DIM)
-    report = Report(info, info, "map", evaluation.cases, evaluation.criterion, {}, {})
-    for page in (render_markdown(report), render_html(report, {})):
-        assert "queries of known classes" in page
-        assert "queries of new classes, with training items in the gallery" in page
 
 
 def test_intervals_of_a_verdict_draw_classes(contestants: EvaluatedModels) -> None:

@@ -13,11 +13,9 @@ from xcompat.core.fingerprint import Fingerprint
 from xcompat.evaluation import (
     EmbeddedImages,
     EmbeddedPairs,
-    EmbeddedTemplates,
     EmbeddedTexts,
     EvaluatedModels,
     EvaluationOptions,
-    TemplateProtocol,
     ZeroShot,
     bootstrap_interval,
     class_embeddings,
@@ -287,16 +285,6 @@ def test_a_better_model_is_compatible_where_a_cut_off_shows_nothing() -> None:
     judged_by = [name for name in result.cases[0].metrics if not name.startswith("negative")]
     assert judged_by == ["ndcg@1", "mrr@1", "recall@1", "ndcg@10", "mrr@10", "map"]
     assert result.notes == ["R@10 not measured for text-to-text: the gallery has only 4 items."]
-
-
-def test_subjects_are_not_identified_at_cut_offs_beyond_the_gallery() -> None:
-    rows = np.arange(6)
-    protocol = TemplateProtocol(
-        rows, rows, gallery_G=rows[:3], gallery_subjects_G=rows[:3], probes_Q=rows[3:], probe_subjects_Q=rows[:3]
-    )
-    model = EmbeddedTemplates("faces", Fingerprint.from_string("faces"), np.eye(6), rows, protocol)
-    (direction,) = model.directions((1, 2, 3))
-    assert (direction.ks, direction.notes) == ([1, 2], ("CMC@3 not measured for identification: the gallery has only 3 items.",))
 
 
 def test_models_must_agree_on_the_items(models: EvaluatedModels[EmbeddedPairs]) -> None:
