@@ -514,7 +514,7 @@ def test_online_equals_cached_unaugmented(trained: dict[str, Any], tmp_path: Pat
         torch.testing.assert_close(online[name], tensor, atol=1e-3, rtol=1e-2)  # the cache is float16
 
 
-def test_a_method_starts_from_a_run_or_what_is_left_of_the_old_model(
+def test_a_method_starts_from_a_run_or_what_is_left_of_it(
     trained: dict[str, Any], image_folder_of: dict[str, str], tmp_path: Path
 ) -> None:
     run = str(Path(trained["old"]).parent)  # what it ended with is meant

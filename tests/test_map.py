@@ -375,7 +375,7 @@ def test_captions_are_what_a_query_should_find(tmp_path: Path) -> None:
     )
 
 
-def test_options_that_need_classes_or_captions_are_refused_without(tmp_path: Path) -> None:
+def test_options_that_need_classes_are_refused_without_them(tmp_path: Path) -> None:
     pairs = made()
     bare = write_arrays(tmp_path, old=pairs.old_Nd, new=pairs.new_ND)
     ids = [str(row) for row in range(len(pairs))]

@@ -397,7 +397,7 @@ def test_kl_is_that_of_torch_and_knows_its_direction(reverse: bool) -> None:
 
 
 @pytest.mark.parametrize("of", ["kl", "lce"])
-def test_many_classes_are_compared_in_parts_with_the_whole_gradient(of: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_classes_in_parts_give_the_whole_gradient(of: str, monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
     for logits, centres in ((1000, 3), (8, 2)):  # at once: all, and those of two samples, or two centres and one
         monkeypatch.setattr(alignment, "LOGITS_AT_ONCE", logits)

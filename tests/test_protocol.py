@@ -171,7 +171,7 @@ def test_differences_are_the_paired_bootstrap(models: EvaluatedModels[EmbeddedPa
     assert (found.mean, found.ci95) == (expected.mean, pytest.approx((expected.low, expected.high)))
 
 
-def test_equal_is_not_better_but_does_not_hurt_and_nothing_is_open(models: EvaluatedModels[EmbeddedPairs]) -> None:
+def test_equal_is_not_better_but_does_not_hurt(models: EvaluatedModels[EmbeddedPairs]) -> None:
     same = replace(models, new_view=models.old, independent=models.new)
     criterion = evaluate(same, EvaluationOptions(n_resamples=20)).criterion
     assert not criterion.backward_compatible
