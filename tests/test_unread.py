@@ -12,7 +12,7 @@ from xcompat.methods import METHODS, IndependentModel
 from xcompat.models import describe_old
 from xcompat.training.recipe import parse_recipe
 from xcompat.training.sections import DataSettings, EvaluationSettings
-from xcompat.training.stage_recipe import StageRecipe, usual_options
+from xcompat.training.stage_recipe import StageRecipe
 from xcompat.training.unused_settings import describe_unused_sections, find_unused_settings
 
 PAIRS = {"pairs": {"path": "photos"}}
@@ -286,24 +286,6 @@ def test_a_scale_is_refused_where_the_encoder_learns_its_own(folder_of: dict[str
     with pytest.raises(XcompatError, match=r"options.logit_scale: this encoder learns its own scale; remove logit_scale"):
         IndependentModel.from_encoder(folder_of["clip"], logit_scale=20.0)
     assert IndependentModel.from_encoder(folder_of["blip"], logit_scale=20.0).config.logit_scale == 20.0
-
-
-def test_what_a_model_of_captions_reads_is_taken() -> None:
-    usual = {name: value for name, value in usual_options("independent").items() if name != "logit_scale"}
-    stage = {"method": "independent", "data": PAIRS, "options": usual | {"logit_scale": 20.0}}
-    assert parse_recipe(stage, "demo", "demo.yaml").stages[0].options["logit_scale"] == 20.0
-
-
-def test_frozen_models_in_each_batch_allow_workers() -> None:
-    few, many = {"dataloader_num_workers": 0}, {"dataloader_num_workers": 2}
-    for method, data, role in (
-        ("contrast", IMAGES | {"old_embeddings": "online"}, "old"),
-        ("bt2", IMAGES | {"new_embeddings": "online"}, "independent"),
-        ("direct", PAIRS | {"old_embeddings": "online"}, "old"),
-    ):
-        stage: dict[str, Any] = {"method": method, "data": data}
-        for training in (few, many):
-            assert parse_recipe(stage | {"training": training}, "demo", "demo.yaml").stages[0].online_roles == [role]
 
 
 def test_classes_are_refused_by_what_learns_from_captions_alone() -> None:

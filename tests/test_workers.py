@@ -19,7 +19,6 @@ import pytest
 import torch
 import warm
 from PIL import Image
-from schedule import mostly_nightly
 from store_places import OLD, PLACES, map_of_galleries, unit_vectors
 from typer.testing import CliRunner
 
@@ -167,40 +166,23 @@ def test_originals_are_embedded_anew_by_workers(kind: str, tmp_path: Path, old_f
     assert contents(many) == contents(made)
 
 
-@pytest.mark.parametrize("kind", mostly_nightly(["map", "embed"], "embed".__eq__))
+@pytest.mark.parametrize("kind", ["map", "embed"])
 def test_a_store_is_migrated_by_workers(
-    kind: str,
-    tmp_path: Path,
-    vectors: np.ndarray,
-    model: str,
-    folder_of: dict[str, str],
-    request: pytest.FixtureRequest,
-    monkeypatch: pytest.MonkeyPatch,
+    kind: str, tmp_path: Path, vectors: np.ndarray, model: str, folder_of: dict[str, str], request: pytest.FixtureRequest
 ) -> None:
-    """A map on two nodes of Ray, one of which loses its worker."""
-    filling = Mapping(load_checkpoint(model)) if kind == "map" else Embedding(load_embedder(folder_of["clip"]), "about")
-    found = []
-    for spread in (None, "workers"):
-        folder = tmp_path / str(spread)
+    name, found = model if kind == "map" else folder_of["clip"], []
+    for has_workers in (False, True):
+        filling: Any = Mapping(load_checkpoint(name)) if kind == "map" else Embedding(load_embedder(name), "about")
+        folder = tmp_path / str(has_workers)
         folder.mkdir()
-        with PLACES["lancedb" if kind == "map" else "qdrant"](request, folder) as place:
+        with PLACES["qdrant"](request, folder) as place:
             place.fill(vectors[:200])
             store = place.open()
             store.name_model(store.space, OLD)
             for row in range(200):
-                if kind == "embed":
-                    place.note(str(row), f"a thing called {row}" if row != 7 else None)
-            if spread is None:
-                done = migration.start(store, filling, place.into, batch=BLOCK)
-            else:
-                if kind == "embed":
-                    workers = worker_here(folder_of["clip"], filling.model)
-                else:
-                    workers = request.getfixturevalue("two_workers")
-                    killing = request.getfixturevalue("killing")
-                    monkeypatch.setattr(type(filling), "function", staticmethod(killing(type(filling).function)))
-                done = migration.start(store, filling, place.into, batch=BLOCK, spread=workers)
-            assert done.written == (200 if kind == "map" else 199)
+                place.note(str(row), f"a thing called {row}" if row != 7 else None)
+            workers = {"spread": worker_here(name, filling.model)} if has_workers else {}
+            assert migration.start(store, filling, place.into, batch=BLOCK, **workers).written == (200 if kind == "map" else 199)
             found.append({item: vector.tobytes() for item, vector in place.vectors(place.into).items()})
             place.close()
     assert found[0] == found[1]
