@@ -109,7 +109,8 @@ def test_what_a_caption_recalls_is_where_its_image_lies(folder_of: dict[str, str
     texts, _ = flatten_captions(pairs)
     sides = []
     for side in (new, old):
-        images = side.embed({"pixel_values": side.processor.images([_image(value) for value in pairs["image"]])})
+        photos = [Image.open(value["path"]).convert("RGB") for value in pairs["image"]]
+        images = side.embed({"pixel_values": side.processor.images(photos)})
         sides.append((images.numpy(), side.embed(side.processor.texts(texts)).numpy()))
     rows = np.arange(len(pairs))
     captioned = CaptionedEmbeddings(*(PairedEmbeddings(sides[0][kind], sides[1][kind], rows) for kind in (0, 1)))
@@ -121,10 +122,6 @@ def test_what_a_caption_recalls_is_where_its_image_lies(folder_of: dict[str, str
         expected = torch.nn.functional.normalize(torch.from_numpy(found - found.mean(0)), dim=1)
         torch.testing.assert_close(leant, expected, atol=1e-4, rtol=0)
     assert torch.equal(memory.familiarity(memory.key_cosines(torch.from_numpy(new_texts))), torch.ones(len(rows)))
-
-
-def _image(value: Any) -> Image.Image:
-    return Image.open(value["path"]).convert("RGB")
 
 
 def test_what_belongs_together_is_one_group() -> None:
@@ -452,20 +449,16 @@ def test_upgrades_do_not_gain_a_memory(tmp_path: Path, interrupt_upgrade: Callab
     np.testing.assert_allclose(stored, expected, atol=1e-6)
 
 
-def side_map() -> tuple[FctModel, SwappedEmbeddings]:
-    config = FctConfig(old=describe_old(OLD_MODEL, OLD), embedding_dim=NEW, side_info=SIDE)
-    torch.manual_seed(1)
-    given = turned()
-    return FctModel(config).eval(), SwappedEmbeddings(given.new_ND, given.old_Nd, given.labels_N, side_NS=unit(len(given), 3, 5))
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("of", ["embeddings", "side-information too"])
 def test_gains_are_of_new_queries_on_what_a_candidate_makes_of_the_old_gallery(of: str) -> None:
     given = turned()
     model: CompatModel = mapping("procrustes")
     if of != "embeddings":
-        model, given = side_map()
+        config = FctConfig(old=describe_old(OLD_MODEL, OLD), embedding_dim=NEW, side_info=SIDE)
+        torch.manual_seed(1)
+        model = FctModel(config).eval()
+        given = SwappedEmbeddings(given.new_ND, given.old_Nd, given.labels_N, side_NS=unit(len(given), 3, 5))
     assert given.labels_N is not None
     choice = choose(given, "open", lines={"map": lambda *_: model}, beside_line=True)
     assert choice.than is choice.trials[0] and choice.than.candidate == Candidate("map")

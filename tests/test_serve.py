@@ -256,14 +256,10 @@ def test_a_text_is_searched_with_both_models(page: Page, visit: Open, gallery: P
     assert len(ids(visit("?kind=text&text=two+dogs&k=3&where=colour%3Dred&gallery=no+such&unknown=1"), NEW)) == 3
 
 
-def choose_image(page: Page, file: Path) -> None:
-    page.get_by_label("image", exact=True).check()
-    page.get_by_label("Image (or drop one").set_input_files(file)
-
-
 def test_a_image_is_searched_and_kept_nowhere(page: Page, gallery: Path, photos: Path, old: Embedder, new: Embedder) -> None:
     ask(page, "a link of before")
-    choose_image(page, photos / "5.png")
+    page.get_by_label("image", exact=True).check()
+    page.get_by_label("Image (or drop one").set_input_files(photos / "5.png")
     page.get_by_alt_text("query image").wait_for()
     for side, embedder in ((OLD, old), (NEW, new)):
         assert ids(page, side) == found(gallery, embedder, Image.open(photos / "5.png"))
