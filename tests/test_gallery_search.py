@@ -1,4 +1,4 @@
-"""``xcompat gallery search``: one query or many, for people and for programs, of galleries and of stores."""
+"""``xcompat gallery search``: one query or many, for people and for programs; and two processes fill a gallery as one does."""
 
 from __future__ import annotations
 
@@ -10,14 +10,24 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+import warm
+from numpy.typing import NDArray
 from PIL import Image
+from store_places import OLD
+from typer.testing import CliRunner
 
-from xcompat import Fingerprint, XbtModel
+import xcompat.stores
+from xcompat import FctModel, Fingerprint, XbtModel, XcompatError
+from xcompat.cli import app
 from xcompat.core.progress import console
+from xcompat.methods import RidgeModel
+from xcompat.models import describe_old
 from xcompat.models.embedder import load_embedder
 from xcompat.retrieval import Gallery, embedded_queries, hit_output, searching
 from xcompat.retrieval.ingestion import ingest
 from xcompat.retrieval.originals import load_originals
+from xcompat.stores import Store
 
 Run = Callable[..., tuple[int, str, str]]
 LONG = "a_folder_with_a_long_name_as_cameras_and_data_sets_have_them"
@@ -115,15 +125,6 @@ def test_many_images_and_embeddings_find_themselves(
     assert [each["hits"][0]["id"] for each in found] == names
 
 
-def test_a_store_is_searched_likewise(run: Run, gallery: Path, tmp_path: Path, old_folder: str) -> None:
-    (tmp_path / "asked.txt").write_text("a red shoe\ntwo dogs\n")
-    asked = ("--queries", tmp_path / "asked.txt", "--model", old_folder, "--json")
-    same = [run("search", where, *asked) for where in (gallery, f"file://{gallery}")]
-    assert [code for code, _, _ in same] == [0, 0]
-    mine, stores = ([json.loads(line) for line in out.splitlines()] for _, out, _ in same)
-    assert [[hit["id"] for hit in each["hits"]] for each in mine] == [[hit["id"] for hit in each["hits"]] for each in stores]
-
-
 def test_ids_are_whole_and_columns_without_content_are_left_out(
     run: Run, gallery: Path, old_folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -218,3 +219,165 @@ def test_control_characters_of_an_id_stay_escaped_in_json(capsys: pytest.Capture
     hit_output.make_printer("json")(hit_output.QueryResult("q", None, [hit]))
     out = capsys.readouterr().out
     assert "\x1b" not in out and "\x9b" not in out and json.loads(out)["hits"][0]["id"] == hit.id
+
+
+IMAGES, BUDGET = 203, 70  # four batches of 64, the last of them short
+TEXTS = 1300  # of which two passages each make six parts of 512, the last of them short
+BAD = 70  # in the second process's first batch
+
+# What the command line runs, all in one process, whose start takes longer than what it does.
+COMMANDS = f"""
+import sys
+from pathlib import Path
+from xcompat.cli import gallery
+
+photos, more, texts, old, new, mapping, out = sys.argv[1:]
+out, of_texts, passages = Path(out), Path(out + "-texts"), {{"words": 5, "overlap": 1}}
+gallery.build(Path(photos), old, out)
+gallery.build(Path(photos), old, out)
+gallery.add(out, Path(more), new)
+gallery.upgrade(out, new, backfill=Path(photos), budget={BUDGET})
+gallery.search(str(out), "a dog", new)
+gallery.upgrade(out, mapping)
+gallery.build(Path(texts), old, of_texts, **passages)
+gallery.upgrade(of_texts, new, backfill=Path(texts), budget={BUDGET}, **passages)
+"""
+
+
+def write_images(folder: Path, numbers: range) -> Path:
+    """Write noise, one of it damaged."""
+    folder.mkdir()
+    for number in numbers:
+        pixels = np.random.default_rng(number).integers(0, 255, (20, 20, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(folder / f"{number:04d}.png")
+        if number == BAD:
+            (folder / f"{number:04d}.png").write_bytes(b"no image")
+    return folder
+
+
+def contents(gallery: Gallery) -> list[tuple[str, list[str], NDArray[np.float32]]]:
+    """Return the version, the ids and the embeddings of each segment, in their order."""
+    found = []
+    for segment in gallery.segments:
+        parts = [items for _, items in segment.blocks(1000)]
+        ids = [name for items in parts for name in items.ids]
+        found.append((segment.record.version, ids, np.concatenate([items.embeds[0] for items in parts])))
+    return found
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory, folder_of: dict[str, str], old_folder: str) -> list[str]:
+    """Return an old model, one whose queries search what it stored, and one that maps that."""
+    folder, old = tmp_path_factory.mktemp("models"), load_embedder(old_folder).describe_old()
+    torch.manual_seed(0)
+    XbtModel.from_encoder(folder_of["clip"], old=old).export(folder / "xbt")
+    FctModel.from_encoder(folder_of["clip"], old=old).export(folder / "fct")
+    return [old_folder, str(folder / "xbt"), str(folder / "fct")]
+
+
+@pytest.fixture(scope="module")
+def outcome(tmp_path_factory: pytest.TempPathFactory, models: list[str]) -> dict[int, tuple[Gallery, str]]:
+    """Run the commands on one process and on two: galleries, and what was printed."""
+    folder = tmp_path_factory.mktemp("processes")
+    photos, more = write_images(folder / "photos", range(IMAGES)), write_images(folder / "more", range(300, 305))
+    (folder / "texts.txt").write_text(
+        "".join(f"{'so very ' * (row % 3)}bear number {row} sleeps in winter\n" for row in range(TEXTS))
+    )
+    (folder / "commands.py").write_text(COMMANDS)
+    made = {}
+    for processes in (1, 2):
+        out = folder / f"gallery-{processes}"
+        arguments = (folder / "commands.py", photos, more, folder / "texts.txt", *models, out)
+        ran = warm.run(*arguments, folder=folder, ranks=processes, COLUMNS="400")
+        assert ran.returncode == 0, ran.stderr
+        made[processes] = Gallery.open(out), ran.stdout.replace(out.name, "gallery")
+    return made
+
+
+@pytest.mark.parametrize("kind", ["images", "texts"])
+def test_galleries_are_the_same_item_by_item(kind: str, outcome: dict[int, tuple[Gallery, str]]) -> None:
+    beside = "-texts" if kind == "texts" else ""
+    one, two = (contents(Gallery.open(f"{outcome[processes][0].path}{beside}")) for processes in (1, 2))
+    assert [(version, ids) for version, ids, _ in two] == [(version, ids) for version, ids, _ in one]
+    for (_, _, mine), (_, _, theirs) in zip(two, one, strict=True):
+        np.testing.assert_allclose(mine, theirs, atol=1e-6)
+
+
+def test_no_item_is_lost_or_doubled_before_and_after_it_is_mapped(outcome: dict[int, tuple[Gallery, str]]) -> None:
+    names = sorted(f"{number:04d}.png" for number in (*range(IMAGES), *range(300, 305)) if number != BAD)
+    for mapped, _ in outcome.values():
+        embedded = Gallery.open(mapped.path, mapped.generation - 1)
+        assert sorted(embedded.counts().values()) == sorted([BUDGET + 5, IMAGES - 1 - BUDGET])
+        assert len(mapped.versions) == 1 and mapped.damage() == []
+        for gallery in (embedded, mapped):
+            assert sorted(name for _, ids, _ in contents(gallery) for name in ids) == names
+
+
+def test_the_first_process_says_what_one_would(outcome: dict[int, tuple[Gallery, str]]) -> None:
+    one, two = (outcome[processes][1] for processes in (1, 2))
+    assert f"{IMAGES - 1} images added" in one and "1 cannot be read" in one and f"{BUDGET} re-embedded" in one
+    said = [[line for line in text.splitlines() if "✓" in line or ".png" in line] for text in (one, two)]
+    assert said[0] == said[1]
+
+
+N, DIM = 40, 8
+
+
+@pytest.fixture
+def model() -> RidgeModel:
+    """A model whose queries search OLD's embeddings."""
+    config = RidgeModel.config_class(old=describe_old(OLD, DIM), embedding_dim=DIM)
+    pairs = torch.nn.functional.normalize(torch.randn(2, 50, DIM, generator=torch.Generator().manual_seed(0)), dim=2)
+    return RidgeModel(config).fit([(pairs[0], pairs[1])]).eval()
+
+
+@pytest.fixture
+def halves(tmp_path: Path, model: RidgeModel) -> Gallery:
+    """Half of the items are OLD's, half the model's."""
+    vectors = np.random.default_rng(0).standard_normal((N, DIM)).astype(np.float32)
+    made = Gallery.create(tmp_path / "a gallery", OLD, dim=DIM)
+    made.add(vectors[: N // 2], [f"old {row}" for row in range(N // 2)], [{"price": row % 10} for row in range(N // 2)])
+    made.add(vectors[N // 2 :], [f"new {row}" for row in range(N // 2)], version=model)
+    made.commit()
+    return made
+
+
+@pytest.fixture
+def store(halves: Gallery) -> Store:
+    return xcompat.stores.open(f"file://{str(halves.path).replace(' ', '%20')}")
+
+
+def test_each_version_is_a_space_and_the_newest_is_searched(store: Store, halves: Gallery, model: RidgeModel) -> None:
+    old, new = halves.versions
+    dims = {str(old): DIM, str(new): store.spaces()[str(new)].dim}
+    assert store.describe() == {"rows": N, "dim": dims[str(new)], "metric": "cosine", "spaces": dims, "fingerprint": new.digest}
+    assert [store.count(name) for name in dims] == [N // 2, N // 2]
+    query = np.random.default_rng(1).standard_normal((3, DIM)).astype(np.float32)
+    assert {hit.id for hit in store.search(query, top_k=N, space=str(old))[0]} == {f"old {row}" for row in range(N // 2)}
+    assert store.find(query, model, top_k=N) == halves.search(query, model, top_k=N)
+    rows = list(store.rows(15, space=str(old), content="price"))
+    assert [row for block in rows for row in block.contents or ()] == [row % 10 for row in range(N // 2)]
+
+
+def test_a_condition_is_that_of_where(store: Store, halves: Gallery, model: RidgeModel) -> None:
+    query = np.ones((1, DIM), np.float32)
+    typed = store.find(query, model, N, "price=3")
+    assert typed == store.find(query, model, N, {"price": 3}) and {hit.id for hit in typed[0]} == {"old 3", "old 13"}
+
+
+@pytest.mark.parametrize("verb", ["plan", "start", "status", "verify", "switch", "rollback", "finish"])
+def test_no_verb_of_migrate_is_for_galleries(halves: Gallery, model: RidgeModel, tmp_path: Path, verb: str) -> None:
+    model.config.direction, model.maps_galleries = "old_to_new", True
+    model.save_pretrained(tmp_path / "map")
+    given = ["--model", str(tmp_path / "map")] if verb in ("plan", "start", "verify", "switch") else []
+    result = CliRunner().invoke(app, ["migrate", verb, f"file://{halves.path}", *given])
+    assert isinstance(result.exception, XcompatError) and "\n" not in str(result.exception)
+    assert f"xcompat gallery upgrade {halves.path} --model RUN" in str(result.exception)
+    assert Gallery.open(halves.path).generation == halves.generation
+
+
+def test_what_is_no_gallery_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(XcompatError, match="is not a gallery"):
+        xcompat.stores.open(f"file://{tmp_path}")
+    with pytest.raises(XcompatError, match="is not an absolute path"):
+        xcompat.stores.open("file://here/gallery")
