@@ -1,9 +1,10 @@
-"""Graded judgements: equal to trec_eval, and to a sorted ranking where scores tie."""
+"""Graded judgements: equal to trec_eval, and to a sorted ranking where scores tie; intervals: equal to drawing in a loop."""
 
 from __future__ import annotations
 
 import math
 from pathlib import Path
+from statistics import NormalDist
 
 import numpy as np
 import pytest
@@ -15,7 +16,19 @@ from typer.testing import CliRunner
 from xcompat.cli import app
 from xcompat.core.errors import XcompatError
 from xcompat.data import read_qrels
-from xcompat.evaluation import graded, graded_metrics, graded_per_query
+from xcompat.evaluation import (
+    Difference,
+    PairedDifference,
+    bootstrap_interval,
+    graded,
+    graded_metrics,
+    graded_per_query,
+    paired_bootstrap,
+    queries_needed,
+)
+from xcompat.evaluation import intervals as module
+from xcompat.evaluation.cases import find_deciding_difference
+from xcompat.evaluation.verification import share_per_query
 from xcompat.report import load_report
 from xcompat.training.evaluate_command import evaluate_embeddings
 
@@ -95,16 +108,6 @@ def test_ties_are_against_you_as_in_a_sorted_ranking(data: st.DataObject) -> Non
     assert found.rows_J.tolist() == [query for query, gains in qrels.items() if gains]
     for metric, values in found.values.items():
         assert values.tolist() == pytest.approx([each[metric] for each in expected], abs=1e-12)
-
-
-def test_blocks_of_any_size_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    queries, gallery, query_ids, gallery_ids = drawn(2)
-    asked = queries, gallery, query_ids, gallery_ids, judgements(3, query_ids, gallery_ids), KS
-    whole = graded_per_query(*asked)
-    monkeypatch.setattr(graded, "_BLOCK_JUDGED", 5)
-    for chunk_size in (1, 7, 1024):
-        parts = graded_per_query(*asked, chunk_size=chunk_size)
-        assert all(np.array_equal(parts.values[metric], whole.values[metric]) for metric in whole.values)
 
 
 def test_what_cannot_be_used_is_named() -> None:
@@ -207,3 +210,102 @@ def test_passages_may_be_missing_of_mapped_queries_alone(tmp_path: Path) -> None
     (tmp_path / "qrels.txt").write_text("q0 0 t0 1\n")
     with pytest.raises(XcompatError, match="lacks text_embeds.npy"):
         evaluate_embeddings(bare, bare, None, None, tmp_path / "out", tmp_path / "qrels.txt")
+
+
+def naive_interval(values: np.ndarray, clusters: list, n_resamples: int, level: float, seed: int) -> tuple[float, float]:
+    generator = np.random.default_rng(seed)
+    names = list(dict.fromkeys(clusters))
+    means = []
+    for _ in range(n_resamples):
+        drawn = []
+        for index in generator.integers(len(names), size=len(names)):
+            drawn += [value for value, cluster in zip(values, clusters, strict=True) if cluster == names[index]]
+        means.append(np.mean(drawn))
+    low, high = np.quantile(means, [(1 - level) / 2, (1 + level) / 2])
+    return float(low), float(high)
+
+
+@given(st.lists(st.tuples(st.floats(-5, 5), st.sampled_from("abcde")), min_size=1, max_size=25), st.integers(0, 99))
+@settings(max_examples=30, deadline=None)
+def test_equals_the_naive_loop(items: list, seed: int) -> None:
+    values = np.array([value for value, _ in items])
+    clusters = [cluster for _, cluster in items]
+    for chosen in (clusters, None):
+        expected = naive_interval(values, chosen or list(range(len(values))), 40, 0.9, seed)
+        assert bootstrap_interval(values, 40, 0.9, seed, chosen) == pytest.approx(expected, abs=1e-9)
+    numbers = np.array([ord(cluster) for cluster in clusters])
+    assert bootstrap_interval(values, 40, 0.9, seed, numbers) == bootstrap_interval(values, 40, 0.9, seed, clusters)
+
+
+def test_memory_blocks_do_not_change_the_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = np.random.default_rng(0).normal(size=50)
+    whole = bootstrap_interval(values, 100)
+    monkeypatch.setattr(module, "_BLOCK_NUMBERS", 333)
+    assert bootstrap_interval(values, 100) == whole
+
+
+def test_paired_difference_sees_what_single_intervals_miss() -> None:
+    generator = np.random.default_rng(3)
+    old = generator.random(400) < 0.4
+    new = old | (generator.random(400) < 0.05)
+    difference = paired_bootstrap(new, old)
+    assert difference.mean == pytest.approx(new.mean() - old.mean())
+    assert difference.excludes_zero
+    assert bootstrap_interval(new)[0] < bootstrap_interval(old)[1]
+    mirrored = paired_bootstrap(old, new)
+    assert (mirrored.mean, mirrored.low, mirrored.high) == pytest.approx((-difference.mean, -difference.high, -difference.low))
+    assert not paired_bootstrap(old, old).excludes_zero
+    assert not PairedDifference(0.1, -0.1, 0.2).excludes_zero
+
+
+@given(st.lists(st.tuples(st.integers(-1, 1), st.sampled_from("abcdef")), min_size=2, max_size=40), st.floats(0.5, 0.99))
+@settings(max_examples=50, deadline=None)
+def test_the_queries_needed_are_the_fewest_with_that_power(items: list, power: float) -> None:
+    """The power of a test on n queries, by its definition, with the variance summed in a loop."""
+    values, clusters = np.array([float(value) for value, _ in items]), [cluster for _, cluster in items]
+    names, mean = sorted(set(clusters)), sum(values) / len(values)
+    needed = queries_needed(values, 0.95, power, clusters)
+    if mean == 0 or len(names) == 1:
+        assert needed is None
+        return
+    assert needed is not None
+    squares = 0.0
+    for name in names:
+        squares += sum(value - mean for value, cluster in zip(values, clusters, strict=True) if cluster == name) ** 2
+    variance = squares * len(names) / (len(names) - 1) / len(values)  # of one query's share in the mean
+
+    def power_of(n: int) -> float:
+        return NormalDist().cdf(abs(mean) / (variance / n) ** 0.5 - NormalDist().inv_cdf(0.975)) if variance > 0 else 1.0
+
+    assert power_of(needed) >= power - 1e-9
+    assert needed == 1 or power_of(needed - 1) <= power + 1e-9
+
+
+def test_differences_that_cancel_but_for_rounding_are_none() -> None:
+    """Equal shares of pairs by other queries: their linearised numbers have means that rounding tells apart."""
+    pairs = np.array([1, 3, 3, 2])
+    (mine, share), (other, same) = (share_per_query(np.array(each), pairs) for each in ([1, 1, 0, 1], [0, 1, 2, 0]))
+    assert share == same and (mine - other).mean() != 0, "rounding is what this is about"
+    tie = paired_bootstrap(mine, other)
+    assert (tie.mean, tie.queries_needed) == (0, None)
+    assert tie.low < 0 < tie.high
+    assert paired_bootstrap(np.full(9, 1e-18), np.zeros(9)) == PairedDifference(0, 0, 0)
+    assert queries_needed(np.array([0.1, 0.2, -0.3] * 50)) is None
+    assert queries_needed(np.array([0.1, 0.2, -0.3] * 50) * 1e6) is None, "rounding grows with the numbers"
+    assert queries_needed(np.array([0.1, 0.2, -0.3] * 50) + 1e-6) is not None
+    assert not find_deciding_difference(
+        [Difference("image-to-image", "tar@far=1e-2", tie.mean, (tie.low, tie.high), tie.queries_needed)]
+    )
+
+
+def test_values_without_an_interval_are_refused() -> None:
+    with pytest.raises(XcompatError, match="empty"):
+        bootstrap_interval(np.array([]))
+    with pytest.raises(XcompatError, match="level"):
+        bootstrap_interval(np.ones(3), level=95)
+    with pytest.raises(XcompatError, match="3 rows but 2 ids"):
+        bootstrap_interval(np.ones(3), clusters_Q=["a", "b"])
+    with pytest.raises(XcompatError, match="same queries"):
+        paired_bootstrap(np.ones(3), np.ones(4))
+    with pytest.raises(XcompatError, match="a number per query"):
+        bootstrap_interval(np.ones((3, 2)))
