@@ -1,11 +1,13 @@
-"""Queries that are not sure: what searches, pipelines, commands and reports say of them, and the old model asked instead."""
+"""Queries that are not sure, and maps that search half-way with old queries: every place that asks the old model too."""
 
 from __future__ import annotations
 
 import json
-import sys
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,20 +18,33 @@ from pydantic import ValidationError
 from test_confidence import remembering
 from test_map import made
 from transformers import AutoModel, pipeline
+from typer.testing import CliRunner
 
 import xcompat
-from xcompat import FingerprintMismatchError, XbtModel, XcompatError, cli
-from xcompat.evaluation import EmbeddedImages, EvaluatedModels
+from xcompat import FingerprintMismatchError, XbtModel, XcompatError
+from xcompat.cli import app
+from xcompat.core.progress import notice_once
+from xcompat.evaluation import EmbeddedImages, EvaluatedModels, cmc
 from xcompat.evaluation.selective import area_under_roc, risk_coverage
+from xcompat.heads import slerp
+from xcompat.integrations.texts import TextEmbedder
+from xcompat.mapping import Candidate, choose
+from xcompat.mapping.agreement import choose_by_agreement
+from xcompat.mapping.candidates import CandidateParts, fit
+from xcompat.mapping.folds import folds
+from xcompat.methods import METHODS
 from xcompat.models import CompatModel
 from xcompat.models.embedder import Embedder, load_embedder
 from xcompat.report import ReportContent, load_report, write_report
 from xcompat.report.plots import draw_plots
 from xcompat.retrieval import Gallery
 from xcompat.retrieval.fallback import Fallback, OldQueries
+from xcompat.retrieval.ranking_comparison import find
+from xcompat.training.evaluate_command import evaluate_embeddings
 from xcompat.training.model_evaluation import evaluate_cases
 from xcompat.training.sections import EvaluationSettings
 
+Run = Callable[..., tuple[int, str, str]]
 TEXTS = ["a dog", "two cats", "a red shoe", "a blue shoe", "no tree", "some cups"]
 
 
@@ -158,13 +173,6 @@ def test_a_pipeline_falls_back_and_embeds_no_more_than_it_must(
         found[0][0].caption  # noqa: B018 - it raises
 
 
-def test_an_old_query_in_the_place_of_every_new_one(model_folder: str, old_folder: str, old: Embedder, gallery: Gallery) -> None:
-    """The old model may be named."""
-    find = pipeline("compatible-retrieval", model=model_folder, gallery=gallery, fallback={"model": old_folder, "below": 1.0})
-    for text in TEXTS:
-        assert find(text, top_k=1)[0].id == text, "the old model finds its own embedding"
-
-
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -206,42 +214,25 @@ def test_a_fallback_that_does_not_fit_is_refused(
 
 
 def test_the_command_line_says_how_sure_it_is(
-    model_folder: str,
-    old_folder: str,
-    folder_of: dict[str, str],
-    asked: Any,
-    gallery: Gallery,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    model_folder: str, old_folder: str, folder_of: dict[str, str], asked: Any, gallery: Gallery, tmp_path: Path, run: Run
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "400")
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["xcompat", "gallery", "search", str(gallery.path), *arguments])
-        code = 0
-        try:
-            cli.main()
-        except SystemExit as stop:
-            code = int(stop.code or 0)
-        return code, *capsys.readouterr()
-
+    search = partial(run, "search", gallery.path)
     least = int(np.argmin(asked[1]))
     text, sure = TEXTS[least], f"confidence {asked[1][least]:.2f}"
-    code, out, _ = run(text, "--model", model_folder)
+    code, out, _ = search(text, "--model", model_folder)
     assert code == 0 and out.count("confidence") == 1 and sure in out and "instead" not in out
-    code, out, _ = run(text, "--model", model_folder, "--fallback", old_folder)
+    code, out, _ = search(text, "--model", model_folder, "--fallback", old_folder)
     first = next(line for line in out.splitlines() if "1.000" in line)
     assert code == 0 and text in first and f"{sure}" in out and "was used instead" in out
-    code, out, _ = run(text, "--model", model_folder, "--fallback", old_folder, "--fallback-below", "0.000001")
+    code, out, _ = search(text, "--model", model_folder, "--fallback", old_folder, "--fallback-below", "0.000001")
     assert code == 0 and "used instead" not in out
     (tmp_path / "asked.txt").write_text("\n".join(TEXTS) + "\n")
-    code, out, _ = run("--queries", str(tmp_path / "asked.txt"), "--json", "--model", model_folder, "--fallback", old_folder)
+    code, out, _ = search("--queries", str(tmp_path / "asked.txt"), "--json", "--model", model_folder, "--fallback", old_folder)
     fell_back = [json.loads(line)["fallback"] is not None for line in out.splitlines()]
     assert code == 0 and fell_back == (asked[1] < 0.5).tolist()
-    code, _, err = run(text, "--model", model_folder, "--fallback", folder_of["clip"])
+    code, _, err = search(text, "--model", model_folder, "--fallback", folder_of["clip"])
     assert code == 2 and "did not make the" in err
-    code, _, err = run(text, "--model", model_folder, "--fallback-below", "0.5")
+    code, _, err = search(text, "--model", model_folder, "--fallback-below", "0.5")
     assert code == 2 and "set it with --fallback" in err
 
 
@@ -290,17 +281,156 @@ def test_a_report_shows_what_falling_back_gives(tmp_path: Path) -> None:
     assert not without.confidence and not any("AUROC" in note for note in without.notes)
 
 
-TAKEN = "evaluation.fallback reports its results as 'fallback'; rename the stage"
+def test_a_stage_may_not_have_the_name_of_the_fallback() -> None:
+    with pytest.raises(ValidationError, match="evaluation.fallback reports its results as 'fallback'; rename the stage"):
+        EvaluationSettings(fallback=0.5, compare_with=["fallback"])
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"fallback": 0}, "greater than 0"),
-        ({"fallback": 1.5}, "less than or equal to 1"),
-        ({"fallback": 0.5, "compare_with": ["fallback"]}, TAKEN),
-    ],
-)
-def test_settings_that_mean_nothing_are_refused(changes: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValidationError, match=said):
-        EvaluationSettings(**changes)
+QUERY, SHARE = "a red dog", 0.4
+
+
+@pytest.fixture(scope="module")
+def map_folder(folder_of: dict[str, str], old: Embedder, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A map that searches with 40 % of the old query."""
+    new = load_embedder(folder_of["clip"])
+    known = {"old": old.describe_old(), "encoder": new.describe_encoder(), "embedding_dim": new.dim}
+    model = METHODS["whitened"](METHODS["whitened"].config_class(**known, old_share=SHARE))
+    model.fit([(new.embed(new.processor.texts(TEXTS)), old.embed(old.processor.texts(TEXTS)))])
+    folder = tmp_path_factory.mktemp("half-way") / "model"
+    model.export(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def mixing(map_folder: str) -> CompatModel:
+    return AutoModel.from_pretrained(map_folder).for_inference()
+
+
+@pytest.fixture(scope="module")
+def expected(mixing: CompatModel, old: Embedder) -> list[tuple[str, float]]:
+    """Items and scores of the query that is 40 % of the way from the mapped one to the old one."""
+    with torch.inference_mode():
+        mapped = mixing.to_space(mixing.embed_texts(**mixing.processor.texts([QUERY])))
+        mixed = slerp(mapped, old.embed(old.processor.texts([QUERY])), SHARE)
+        best = (mixed @ old.embed(old.processor.texts(TEXTS)).T)[0].sort(descending=True)
+    return [(TEXTS[row], score) for row, score in zip(best.indices.tolist(), best.values.tolist(), strict=True)]
+
+
+def require_equal(found: list, expected: list[tuple[str, float]]) -> None:
+    assert [hit.id for hit in found] == [name for name, _ in expected]
+    assert [hit.score for hit in found] == pytest.approx([score for _, score in expected], abs=1e-5)
+
+
+def test_a_search_without_old_queries_says_so(
+    gallery: Gallery, mixing: CompatModel, old: Embedder, caplog: pytest.LogCaptureFixture
+) -> None:
+    notice_once.cache_clear()
+    own = mixing.embed_texts(**mixing.processor.texts([QUERY]))
+    (found,) = gallery.search(own, mixing, 1)
+    alone = (mixing.to_space(own) @ old.embed(old.processor.texts(TEXTS)).T).max()
+    assert found[0].score == pytest.approx(float(alone), abs=1e-5)
+    assert "together with queries of the old model, which are missing here" in caplog.text
+
+
+def test_a_pipeline_takes_texts_beside_vectors(
+    gallery: Gallery, map_folder: str, mixing: CompatModel, expected: list[tuple[str, float]]
+) -> None:
+    search = pipeline("compatible-retrieval", model=map_folder, gallery=gallery)
+    own_1D = mixing.embed_texts(**mixing.processor.texts([QUERY]))
+    by_text, by_vector = search([QUERY, own_1D[0].detach().numpy()], top_k=len(TEXTS), batch_size=2)
+    require_equal(by_text, expected)
+    (alone,) = gallery.search(own_1D, mixing, len(TEXTS))
+    require_equal(by_vector, [(hit.id, hit.score) for hit in alone])
+
+
+def test_a_named_old_model_takes_the_place_of_the_recorded_one(
+    gallery: Gallery, map_folder: str, old_folder: str, tmp_path: Path, expected: list[tuple[str, float]]
+) -> None:
+    """A map from the Hub may name a folder of the machine that made it."""
+    moved = AutoModel.from_pretrained(map_folder)
+    moved.config.old["name"] = str(tmp_path / "gone")
+    moved.export(tmp_path / "moved")
+    with pytest.raises(XcompatError, match="gone"):
+        pipeline("compatible-retrieval", model=str(tmp_path / "moved"), gallery=gallery)
+    search = pipeline("compatible-retrieval", model=str(tmp_path / "moved"), gallery=gallery, fallback={"model": old_folder})
+    require_equal(search(QUERY, top_k=len(TEXTS)), expected)
+
+
+def test_the_page_asks_the_old_model_too(gallery: Gallery, map_folder: str, expected: list[tuple[str, float]]) -> None:
+    require_equal(find(gallery, load_embedder(map_folder), QUERY, len(TEXTS), None), expected)
+
+
+def test_integrations_ask_the_old_model_too(map_folder: str, old: Embedder, expected: list[tuple[str, float]]) -> None:
+    query = torch.tensor(TextEmbedder(map_folder, old.fingerprint).query(QUERY))
+    scores = old.embed(old.processor.texts([name for name, _ in expected])) @ query
+    assert scores.tolist() == pytest.approx([score for _, score in expected], abs=1e-5)
+
+
+def test_the_command_line_asks_the_old_model_too(gallery: Gallery, map_folder: str, expected: list[tuple[str, float]]) -> None:
+    command = ["gallery", "search", str(gallery.path), QUERY, "--model", map_folder, "--top-k", str(len(TEXTS)), "--json"]
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 0, done.output
+    hits = [SimpleNamespace(**hit) for hit in json.loads(done.stdout.splitlines()[-1])["hits"]]
+    require_equal(hits, expected)
+
+
+@pytest.mark.nightly
+def test_mixtures_are_tried_where_no_map_is_surely_at_or_above_old_queries() -> None:
+    pairs = made(new_noise=3.0, old_noise=1.0)
+    alone, both = choose(pairs), choose(pairs, with_old_model=True)
+    assert not alone.is_safe and alone.mixed is not None and not alone.chosen.candidate.old_share
+    assert both.chosen.candidate.old_share and both.chosen.worst > alone.chosen.worst and both.mixed is None
+    assert fit(both.chosen.candidate, CandidateParts(pairs)).config.old_share == both.chosen.candidate.old_share
+    clear = choose(made(), with_old_model=True)
+    assert clear.is_safe and not clear.chosen.candidate.old_share, "a map alone is cheaper"
+
+
+def test_without_labels_a_loadable_old_model_joins() -> None:
+    pairs = replace(made(), labels_N=None)
+    assert choose_by_agreement(pairs).chosen.candidate == Candidate("whitened")
+    assert choose_by_agreement(pairs, with_old_model=True).chosen.candidate == Candidate("whitened", old_share=0.5)
+
+
+def test_mixed_gains_are_those_of_mixed_queries() -> None:
+    pairs = made(new_noise=3.0, old_noise=1.0)
+    trial = choose(pairs, "known", with_old_model=True).chosen
+    assert trial.candidate.old_share
+    gains, weights = [], []
+    assert pairs.labels_N is not None
+    for fold in folds(pairs.labels_N, "known"):
+        rows = fold.queries["known classes"]
+        labels, old_Qd = pairs.labels_N[rows], pairs.old_Nd[rows]
+        bare = replace(trial.candidate, old_share=0.0)
+        new_Qd = CandidateParts(pairs.take(fold.fit_F)).queries(bare, pairs.new_ND[rows], "rows")
+        mixed_Qd = slerp(new_Qd, torch.from_numpy(np.array(old_Qd)), trial.candidate.old_share).numpy()
+        found, before = (cmc(each, old_Qd, labels, labels, rows, rows)[1] for each in (mixed_Qd, old_Qd))
+        gains.append(found - before)
+        weights.append(len(rows))
+    assert trial.gains["known classes"]["cmc@1"].mean == pytest.approx(np.average(gains, weights=weights))
+
+
+def test_an_evaluation_judges_what_is_searched_with(map_folder: str, mixing: CompatModel, old: Embedder, tmp_path: Path) -> None:
+    draw = np.random.default_rng(0)
+    sides = {
+        name: draw.normal(size=(30, dim)).astype(np.float32)
+        for name, dim in (("old", old.dim), ("new", mixing.config.embedding_dim))
+    }
+    labels_N = np.arange(30) % 5
+    for name, embeds_ND in sides.items():
+        (tmp_path / name).mkdir()
+        np.save(tmp_path / name / "image_embeds.npy", embeds_ND)
+        (tmp_path / name / "image_ids.txt").write_text("".join(f"{row}\n" for row in range(30)))
+        (tmp_path / name / "labels.txt").write_text("".join(f"{label}\n" for label in labels_N))
+    folders = tmp_path / "old", tmp_path / "new", None, None, tmp_path / "judged"
+    report = evaluate_embeddings(*folders, by_map=Path(map_folder).parent)
+    found = {case.label: case.metrics["cmc@1"] for case in report.cases}
+    with torch.inference_mode():
+        alone_Nd = mixing.to_space(torch.from_numpy(sides["new"]))
+        mixed_Nd = slerp(alone_Nd, torch.nn.functional.normalize(torch.from_numpy(sides["old"]), dim=1), SHARE)
+        stored_Nd = mixing.to_space_without_memory(torch.from_numpy(sides["new"]))
+    for label, asked, searched in (
+        ("new/old", mixed_Nd.numpy(), sides["old"]),
+        ("new alone/old", alone_Nd.numpy(), sides["old"]),
+        ("new/backfilled", alone_Nd.numpy(), stored_Nd.numpy()),
+    ):
+        assert found[label] == cmc(asked, searched, labels_N, labels_N, range(30), range(30), ks=(1,))[1], label
