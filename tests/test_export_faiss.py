@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,12 +15,11 @@ import torch
 from schedule import mostly_nightly
 from torch.nn import functional as F
 
-from xcompat import Fingerprint, XcompatError, cli
+from xcompat import Fingerprint, XcompatError
 from xcompat.core.files import read_json
 from xcompat.export import commands, to_faiss
 from xcompat.methods import METHODS
 from xcompat.models import CompatModel, describe_old
-from xcompat.models.old_knowledge import OldKnowledge
 from xcompat.models.query_memory import LearnedTransform, QueryMemory
 from xcompat.retrieval import Gallery
 
@@ -86,20 +86,6 @@ def with_memory(model: CompatModel, entries: int) -> CompatModel:
     return model.remember(memory)
 
 
-@pytest.mark.parametrize("factory", ["Flat", "OPQ4_8,IVF4,Flat"])
-def test_a_metric_is_two_more_transforms(factory: str, tmp_path: Path) -> None:
-    plain, queries = write_old_index(tmp_path / "old.faiss", factory), unit(20, NEW_DIM, seed=2)
-    bare = build("ridge")
-    own_rows = plain.search(bare.to_space(queries).detach().numpy(), 10)[1]
-    model = with_memory(bare, entries=0)
-    to_faiss(model, tmp_path / "old.faiss", tmp_path / "new.faiss")
-    scores, rows = faiss.read_index(str(tmp_path / "new.faiss")).search(queries.numpy(), 10)
-    expected_scores, expected_rows = plain.search(model.to_space(queries).detach().numpy(), 10)
-    np.testing.assert_array_equal(rows, expected_rows)
-    np.testing.assert_allclose(scores, expected_scores, atol=1e-5)
-    assert (rows != own_rows).any(), "the metric finds others"
-
-
 @pytest.mark.parametrize("dim", [OLD_DIM, OLD_DIM // 2])
 def test_a_gallery_of_an_older_version_is_asked_without_the_metric(dim: int, tmp_path: Path) -> None:
     """The metric was learned for the old model's gallery; an earlier one of fewer dimensions has the first of its own."""
@@ -132,16 +118,6 @@ def test_nothing_that_is_read_is_replaced(tmp_path: Path) -> None:
         to_faiss(model, tmp_path / "old.faiss", tmp_path / "model" / "new.faiss")
 
 
-def test_what_is_remembered_is_refused_with_what_to_do(tmp_path: Path) -> None:
-    write_old_index(tmp_path / "old.faiss", "Flat")
-    model = with_memory(build("ridge"), entries=3)
-    with pytest.raises(XcompatError, match=r"remove the entries with --memory transform, or in Python with model\.remember"):
-        to_faiss(model, tmp_path / "old.faiss", tmp_path / "new.faiss")
-    model.remember(model.memory.without_entries())
-    to_faiss(model, tmp_path / "old.faiss", tmp_path / "new.faiss")
-    assert faiss.read_index(str(tmp_path / "new.faiss")).d == NEW_DIM
-
-
 @pytest.mark.parametrize("kept", ["transform", "none"])
 def test_the_command_exports_a_map_without_what_it_remembers(kept: Literal["transform", "none"], tmp_path: Path) -> None:
     plain, queries = write_old_index(tmp_path / "old.faiss", "Flat"), unit(20, NEW_DIM, seed=2)
@@ -151,18 +127,6 @@ def test_the_command_exports_a_map_without_what_it_remembers(kept: Literal["tran
     expected = model.remember(model.memory.without_entries() if kept == "transform" else None)
     rows = faiss.read_index(str(tmp_path / "new.faiss")).search(queries.numpy(), 10)[1]
     np.testing.assert_array_equal(rows, plain.search(expected.to_space(queries).detach().numpy(), 10)[1])
-
-
-def test_without_the_length_ranks_by_inner_product_are_the_same(tmp_path: Path) -> None:
-    """What the last transform is for: scores, and L2; not the ranking of one query by inner products."""
-    model = build("ridge")
-    plain = write_old_index(tmp_path / "old.faiss", "Flat")
-    queries = unit(20, NEW_DIM, seed=2)
-    mapped = (queries @ model.weight + model.bias).detach()
-    assert (mapped.norm(dim=-1) - 1).abs().min() > 0.1, "the map changes lengths"
-    np.testing.assert_array_equal(
-        plain.search(mapped.numpy(), 10)[1], plain.search(model.to_space(queries).detach().numpy(), 10)[1]
-    )
 
 
 @pytest.mark.parametrize("compacted", [False, True])
@@ -205,6 +169,12 @@ def test_a_gallery_of_the_model_itself_is_searched_like_the_old_one(tmp_path: Pa
     assert [[hit.id for hit in hits] for hits in gallery.search(queries, model, 5)] == [list(map(str, row)) for row in rows]
 
 
+def test_a_model_of_no_old_one_goes_into_no_index(folder_of: dict[str, str], tmp_path: Path) -> None:
+    write_old_index(tmp_path / "old.faiss", "Flat")
+    with pytest.raises(XcompatError, match="trained without an old model"):
+        to_faiss(METHODS["independent"].from_encoder(folder_of["clip"]), tmp_path / "old.faiss", tmp_path / "new.faiss")
+
+
 def test_an_adopted_index_that_has_changed_since_is_refused(tmp_path: Path) -> None:
     write_old_index(tmp_path / "old.faiss", "Flat")
     names = [str(row) for row in range(ROWS)]
@@ -217,40 +187,16 @@ def test_an_adopted_index_that_has_changed_since_is_refused(tmp_path: Path) -> N
     assert not (tmp_path / "new.faiss").exists()
 
 
-def test_what_is_added_later_is_mapped_too(tmp_path: Path) -> None:
-    model = build("ridge")
-    write_old_index(tmp_path / "old.faiss", "Flat")
-    to_faiss(model, tmp_path / "old.faiss", tmp_path / "new.faiss")
-    index, added = faiss.read_index(str(tmp_path / "new.faiss")), unit(3, NEW_DIM, seed=3)
-    index.add(added.numpy())
-    stored = faiss.downcast_index(index.index).reconstruct_n(ROWS, 3)
-    np.testing.assert_allclose(stored, model.to_space(added).detach().numpy(), atol=1e-6)
-
-
-def test_penultimate_features_of_any_length_are_taken(folder_of: dict[str, str], tmp_path: Path) -> None:
-    old = describe_old(Fingerprint.from_string("old"), dim=OLD_DIM)
-    model = METHODS["query_map"].from_encoder(folder_of["clip"], old=old, input="penultimate")
-    features = 5 * torch.randn(30, model.config.embedding_dim)
-    model.prepare(OldKnowledge(0, np.empty(0, np.int64), unit(30, OLD_DIM, seed=4).numpy()), features.numpy())
-    plain = write_old_index(tmp_path / "old.faiss", "Flat")
-    to_faiss(model, tmp_path / "old.faiss", tmp_path / "new.faiss")
-    rows = faiss.read_index(str(tmp_path / "new.faiss")).search(features.numpy(), 5)[1]
-    np.testing.assert_array_equal(rows, plain.search(model.to_space(features).detach().numpy(), 5)[1])
-
-
 def test_command_line_and_a_service_that_knows_faiss_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, run_xcompat: Callable[..., tuple[int, str, str]]
 ) -> None:
     model = build("procrustes")
     model.export(tmp_path / "run" / "model")
     plain = write_old_index(tmp_path / "old.faiss", "HNSW16")
     before = (tmp_path / "old.faiss").read_bytes()
-    monkeypatch.setenv("COLUMNS", "400")
-    arguments = ["faiss", tmp_path / "old.faiss", "--model", tmp_path / "run", "--out", tmp_path / "new.faiss"]
-    monkeypatch.setattr(sys, "argv", ["xcompat", "export", *map(str, arguments)])
-    with pytest.raises(SystemExit) as stop:
-        cli.main()
-    assert not stop.value.code and "takes 16-dimensional queries; its vectors are those of old@" in capsys.readouterr().out
+    command = ("export", "faiss", tmp_path / "old.faiss", "--model", tmp_path / "run", "--out", tmp_path / "new.faiss")
+    code, out, _ = run_xcompat(*command)
+    assert code == 0 and "takes 16-dimensional queries; its vectors are those of old@" in out
     assert (tmp_path / "old.faiss").read_bytes() == before
     queries = unit(20, NEW_DIM, seed=2)
     np.save(tmp_path / "queries.npy", queries.numpy())
@@ -261,42 +207,24 @@ def test_command_line_and_a_service_that_knows_faiss_alone(
 
 
 @pytest.mark.parametrize(
-    ("method", "options"),
+    ("method", "options", "said"),
     [
-        ("query_map", {"shape": "residual"}),
-        ("query_map", {"shape": "projection"}),
-        ("residual_mlp", {}),
-        ("drift_adapter", {}),
-        ("rbt", {}),
+        ("query_map", {"shape": "residual"}, "does not map queries by one linear layer, and a faiss index supports no other"),
+        ("query_map", {"shape": "projection"}, "does not map queries by one linear layer"),
+        ("residual_mlp", {}, "does not map queries by one linear layer"),
+        ("drift_adapter", {}, "does not map queries by one linear layer"),
+        ("rbt", {}, "does not map queries by one linear layer"),
+        ("ridge", {"direction": "old_to_new"}, "Model maps galleries, not queries"),
+        ("fct", {}, "Model maps galleries, not queries"),
+        ("ridge", {}, r"remove the entries with --memory transform, or in Python with model\.remember"),
     ],
 )
-def test_what_is_not_linear_is_refused(method: str, options: dict[str, Any], tmp_path: Path) -> None:
+def test_models_that_no_index_holds_are_refused(method: str, options: dict[str, Any], said: str, tmp_path: Path) -> None:
     write_old_index(tmp_path / "old.faiss", "Flat")
-    with pytest.raises(XcompatError, match="does not map queries by one linear layer, and a faiss index supports no other map"):
-        to_faiss(build(method, **options), tmp_path / "old.faiss", tmp_path / "new.faiss")
+    model = build(method, **options) if "remember" not in said else with_memory(build(method), entries=3)
+    with pytest.raises(XcompatError, match=said):
+        to_faiss(model, tmp_path / "old.faiss", tmp_path / "new.faiss")
     assert not (tmp_path / "new.faiss").exists()
-
-
-def test_more_dimensions_than_the_old_model_are_cut_off(folder_of: dict[str, str], tmp_path: Path) -> None:
-    old = describe_old(Fingerprint.from_string("old"), dim=OLD_DIM)
-    model = METHODS["bct"].from_encoder(folder_of["clip"], old=old, classes=["cat", "dog"], dim=NEW_DIM)
-    plain, queries = write_old_index(tmp_path / "old.faiss", "Flat"), unit(20, NEW_DIM, seed=2)
-    to_faiss(model, tmp_path / "old.faiss", tmp_path / "new.faiss")
-    rows = faiss.read_index(str(tmp_path / "new.faiss")).search(queries.numpy(), 10)[1]
-    np.testing.assert_array_equal(rows, plain.search(model.to_space(queries).numpy(), 10)[1])
-
-
-def test_a_model_of_no_old_one_goes_into_no_index(folder_of: dict[str, str], tmp_path: Path) -> None:
-    write_old_index(tmp_path / "old.faiss", "Flat")
-    with pytest.raises(XcompatError, match="trained without an old model"):
-        to_faiss(METHODS["independent"].from_encoder(folder_of["clip"]), tmp_path / "old.faiss", tmp_path / "new.faiss")
-
-
-@pytest.mark.parametrize(("method", "options"), [("ridge", {"direction": "old_to_new"}), ("fct", {})])
-def test_a_map_of_galleries_goes_into_no_index(method: str, options: dict[str, Any], tmp_path: Path) -> None:
-    write_old_index(tmp_path / "old.faiss", "Flat")
-    with pytest.raises(XcompatError, match="Model maps galleries, not queries"):
-        to_faiss(build(method, **options), tmp_path / "old.faiss", tmp_path / "new.faiss")
 
 
 def test_an_index_of_another_dimension_or_none_is_refused(tmp_path: Path) -> None:
