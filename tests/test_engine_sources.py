@@ -16,7 +16,6 @@ import pytest
 from test_engines import OLD_DIM, Run, files_in, lists, save_map, write_lance
 
 from xcompat.engines import iceberg, lance, sources
-from xcompat.engines.source_types import read_source
 from xcompat.models.embedder import load_checkpoint
 from xcompat.stores.mapping import Mapping
 
@@ -54,14 +53,6 @@ def test_a_lance_table_gives_what_its_rows_in_parquet_give(
     assert embed(tmp_path / "items.parquet", "--model", model, "--out", tmp_path / "same")[0] == 0
     one, same = (pq.read_table(tmp_path / name) for name in ("out", "same"))
     assert one["id"].to_pylist() == left["id"].to_pylist() and one.equals(same), "bit by bit"
-
-
-def test_blocks_of_a_lance_table_do_not_begin_anew_with_its_fragments(tmp_path: Path, vectors: np.ndarray) -> None:
-    write_lance(tmp_path / "items.lance", vectors)
-    found = read_source(str(tmp_path / "items.lance"))
-    blocks = list(found.reader.blocks(found.parts[0], lambda names: [names[2], names[0]], 50))
-    assert [len(block) for block in blocks] == [50, 50, 50, 35] and blocks[0].schema.names == ["price", "id"]
-    assert [row for block in blocks for row in block["price"].to_pylist()] == [row for row in range(ROWS) if row % 100 >= 15]
 
 
 def test_a_run_on_a_lance_table_goes_on_with_the_version_that_it_began_with(
