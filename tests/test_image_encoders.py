@@ -1,4 +1,4 @@
-"""Encoders without a text tower behind the same interface: what their libraries compute, stems, adapters, refusals."""
+"""Encoders without a text tower behind the same interface: what their libraries compute, stems, refusals; and iResNet."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import open_clip
 import pytest
 import timm
 import torch
-from conftest import IMAGE_ARCHITECTURES, SHARED, TEXTS
+from conftest import IMAGE_ARCHITECTURES, TEXTS
 from PIL import Image
 from pydantic import ValidationError
 from safetensors.torch import load_file
@@ -19,6 +19,7 @@ from timm.models import save_for_hf
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import (
+    AutoConfig,
     AutoModel,
     BertConfig,
     BertModel,
@@ -30,11 +31,12 @@ from transformers import (
 
 from xcompat.core.errors import XcompatError
 from xcompat.encoders import AdapterConfig, EncoderSource, build_encoder, load_encoder
+from xcompat.encoders.architectures.iresnet import IResNetConfig, IResNetModel
+from xcompat.encoders.auto_classes import auto_calls
 from xcompat.encoders.base import Encoder
 from xcompat.encoders.processor import Processor
 from xcompat.encoders.scratch import ScratchSource, encoder_from_scratch
 from xcompat.methods import METHODS
-from xcompat.models.base import CompatConfig, CompatModel
 
 BASIC = {"layer_type": "basic", "embedding_size": 8, "depths": [1, 1], "hidden_sizes": [8, 16]}
 RESNET18 = {"architecture": "resnet18", "model_args": {"channels": [8, 8, 8, 16], "layers": [1, 1, 1, 1]}}
@@ -43,17 +45,6 @@ EVERY = (*IMAGE_ARCHITECTURES, *SMALL_STEMS)
 OFTEN = ("resnet", "resnet-small", "timm_wrapper", "vit")
 """Of each library and kind one, which is tested on every change."""
 TOKENS = ("clip_vision_model", "vit")
-MOBILENETS = ("mobilenet_v1_0.25_128", "mobilenet_v2_1.0_224")
-
-
-class Backbone(CompatModel):
-    """The least that a method is: an encoder."""
-
-    compares_with_old = False
-
-    def __init__(self, config: CompatConfig, encoder: Encoder | None = None) -> None:
-        super().__init__(config, encoder)
-        self.post_init()
 
 
 def save(encoder: Encoder, processor: Processor, folder: Path) -> str:
@@ -139,45 +130,11 @@ def test_the_image_tower_of_open_clip_is_what_the_library_computes(folder_of: di
 
 
 @pytest.mark.parametrize("name", mostly_nightly(EVERY, OFTEN.__contains__))
-@torch.no_grad()
-def test_save_and_load_keep_embeddings_and_fingerprint(
-    name: str, folders: dict[str, str], images: list[Image.Image], tmp_path: Path
-) -> None:
-    encoder, processor = load(folders[name])
-    again, its_processor = load(save(encoder, processor, tmp_path))
-    pixels = processor.images(images)
-    assert torch.equal(pixels, its_processor.images(images))
-    assert torch.equal(encoder.embed_images(pixels), again.embed_images(pixels))
-    assert encoder.fingerprint(processor) == again.fingerprint(its_processor)
-
-
-@pytest.mark.parametrize("name", mostly_nightly(EVERY, OFTEN.__contains__))
-@torch.no_grad()
-def test_a_checkpoint_rebuilds_the_encoder_from_its_description(
-    name: str, folders: dict[str, str], images: list[Image.Image], tmp_path: Path
-) -> None:
-    adapters = {"lora": {"rank": 2}, "prompts": 2} if name in TOKENS else None
-    model = Backbone.from_encoder(folders[name], adapters=adapters)
-    model.export(tmp_path)
-    again = Backbone.from_pretrained(tmp_path)
-    pixels = model.processor.images(images)
-    assert torch.equal(pixels, again.processor.images(images))
-    assert_same(model.embed_images(pixels), again.embed_images(pixels))
-    assert model.fingerprint() == again.fingerprint()
-
-
-@pytest.mark.parametrize("name", mostly_nightly(EVERY, OFTEN.__contains__))
 def test_training_pixels_are_evaluation_pixels(name: str, folders: dict[str, str]) -> None:
     _, processor = load(folders[name])
     image = torch.randint(0, 256, (3, 32, 32), dtype=torch.uint8)
     from_file = processor.images([Image.fromarray(image.permute(1, 2, 0).numpy())])
     torch.testing.assert_close(processor.to_pixels(image[None]), from_file, atol=1e-5, rtol=0)
-
-
-def test_a_grey_image_has_three_channels(folders: dict[str, str], images: list[Image.Image]) -> None:
-    for name in EVERY:
-        _, processor = load(folders[name])
-        assert processor.images([images[0].convert("L")]).shape == (1, 3, 32, 32)
 
 
 @pytest.mark.parametrize("name", mostly_nightly(EVERY, OFTEN.__contains__))
@@ -191,18 +148,6 @@ def test_texts_are_refused_in_one_line(name: str, folders: dict[str, str]) -> No
         processor.texts(TEXTS)
 
 
-def test_fingerprints_tell_weights_stems_and_pixels_apart(folders: dict[str, str]) -> None:
-    found = set()
-    for name in EVERY:
-        encoder, processor = load(folders[name])
-        found.add(encoder.fingerprint(processor).digest)
-        next(encoder.model.parameters()).data.view(-1)[0].add_(1e-3)
-        found.add(encoder.fingerprint(processor).digest)
-    sized = ScratchSource(model=SMALL_STEMS["resnet-small"], stem="small", image_size=48)
-    found.add(Encoder.fingerprint(*encoder_from_scratch(sized, seed=1)).digest)
-    assert len(found) == 2 * len(EVERY) + 1
-
-
 @pytest.mark.parametrize("name", SMALL_STEMS)
 @torch.no_grad()
 def test_the_small_stem_keeps_every_pixel(name: str) -> None:
@@ -213,20 +158,6 @@ def test_the_small_stem_keeps_every_pixel(name: str) -> None:
         first.register_forward_pre_hook(lambda _, inputs, stem=stem: sizes.update({stem: inputs[0].shape[-2:]}))
         encoder.embed_images(torch.zeros(1, 3, 32, 32))
     assert sizes == {None: (8, 8), "small": (32, 32)}
-
-
-@pytest.mark.parametrize("name", SMALL_STEMS)
-def test_a_library_without_the_small_stem_refuses_its_weights(name: str, folders: dict[str, str]) -> None:
-    with pytest.raises(RuntimeError, match="size mismatch|mismatched"):
-        AutoModel.from_pretrained(folders[name])
-
-
-def test_models_of_timm_start_from_the_weights_timm_gives_them() -> None:
-    source = ScratchSource(model={"model_type": "timm_wrapper", "architecture": "resnet10t"}, image_size=32)
-    encoder, _ = encoder_from_scratch(source, seed=3)
-    torch.manual_seed(3)
-    expected = timm.create_model("resnet10t", num_classes=0).state_dict()
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in encoder.model.timm_model.state_dict().items())
 
 
 @pytest.mark.parametrize(
@@ -261,18 +192,6 @@ def test_an_architecture_that_cannot_be_built_is_named(source: dict[str, object]
 def test_a_wrong_recipe_is_found_before_anything_is_built(source: dict[str, object], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         ScratchSource(**source)
-
-
-@pytest.mark.parametrize("name", mostly_nightly(MOBILENETS, MOBILENETS[0].__eq__))
-@torch.no_grad()
-def test_real_mobilenets_give_their_pooler_output(name: str, images: list[Image.Image]) -> None:
-    folder = SHARED / "models" / name
-    if not folder.exists():
-        pytest.skip(f"{folder} is not there: the real MobileNets lie outside the repository")
-    encoder, processor = load(str(folder))
-    pixels = processor.images(images[:2])
-    assert torch.equal(encoder.image_features(pixels), AutoModel.from_pretrained(folder).eval()(pixels).pooler_output)
-    assert encoder.description["config"].keys().isdisjoint({"id2label", "label2id"})
 
 
 @pytest.mark.parametrize("name", ["mobilenet_v1", "mobilenet_v2"])
@@ -389,22 +308,6 @@ def disturb(encoder: Encoder) -> None:
         parameter.data.add_(torch.randn_like(parameter))
 
 
-@pytest.mark.parametrize("name", TOKENS)
-@torch.no_grad()
-def test_adapters_off_is_the_original_bit_for_bit(name: str, folders: dict[str, str], images: list[Image.Image]) -> None:
-    encoder, processor = load(folders[name])
-    pixels = processor.images(images)
-    before = encoder.embed_images(pixels)
-    encoder.add_adapters(AdapterConfig(lora={"rank": 2}, prompts=3))
-    disturb(encoder)
-    on = encoder.eval().embed_images(pixels)
-    with encoder.adapters_disabled():
-        assert torch.equal(encoder.embed_images(pixels), before)
-    assert (on - before).abs().max() > 1e-3
-    encoder.merge_adapters()
-    torch.testing.assert_close(encoder.embed_images(pixels), on, atol=1e-5, rtol=0)
-
-
 def test_batch_statistics_do_not_move_beside_lora() -> None:
     """A hybrid: with linear layers for LoRA and batch norms that training would change for good."""
     model: dict[str, Any] = {"model_type": "levit", "drop_path_rate": 0}
@@ -433,17 +336,88 @@ def test_convolutions_take_neither_prompts_nor_lora(name: str, folders: dict[str
         encoder.add_adapters(AdapterConfig(lora={"rank": 2}))
 
 
+SMALL = {"depths": [2, 1], "hidden_sizes": [4, 8], "image_size": 9}
+FACES = 512
+"""Dimensions of the models whose sizes are published."""
+
+
+def naive(weights: dict[str, Tensor], depths: list[int], x: Tensor) -> Tensor:
+    """Compute the features from the weights, convolution by convolution."""
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        kept = (weights[f"{name}.{key}"].view(1, -1, 1, 1) for key in ("running_mean", "running_var", "weight", "bias"))
+        mean, variance, slope, offset = kept
+        return (x - mean) / (variance + 1e-5).sqrt() * slope + offset
+
+    def prelu(x: Tensor, name: str) -> Tensor:
+        return torch.where(x > 0, x, x * weights[f"{name}.weight"].view(1, -1, 1, 1))
+
+    x = prelu(norm(F.conv2d(x, weights["stem.0.weight"], padding=1), "stem.1"), "stem.2")
+    for stage, depth in enumerate(depths):
+        for block in range(depth):
+            at, stride = f"stages.{stage}.{block}", 2 if block == 0 else 1
+            y = F.conv2d(norm(x, f"{at}.residual.0"), weights[f"{at}.residual.1.weight"], padding=1)
+            y = prelu(norm(y, f"{at}.residual.2"), f"{at}.residual.3")
+            y = norm(F.conv2d(y, weights[f"{at}.residual.4.weight"], stride=stride, padding=1), f"{at}.residual.5")
+            if block == 0:
+                x = norm(F.conv2d(x, weights[f"{at}.shortcut.0.weight"], stride=2), f"{at}.shortcut.1")
+            x = x + y
+    return norm(x, "norm").flatten(1)
+
+
 @torch.no_grad()
-def test_a_grid_of_tokens_takes_no_prompts_but_lora() -> None:
-    model = {"model_type": "swin", "embed_dim": 8, "depths": [1, 1], "num_heads": [2, 2], "window_size": 2, "patch_size": 4}
-    encoder, processor = encoder_from_scratch(ScratchSource(model=model, image_size=32))
-    assert encoder.embedding_dim == 16
-    with pytest.raises(XcompatError, match="cannot take visual prompts"):
-        encoder.add_adapters(AdapterConfig(prompts=2))
-    pixels = torch.randn(2, 3, *processor.image_size)
-    before = encoder.embed_images(pixels)
-    encoder.add_adapters(AdapterConfig(lora={"rank": 2, "targets": ["query", "q_proj"]}))
-    disturb(encoder)
-    assert not torch.equal(encoder.eval().embed_images(pixels), before)
-    with encoder.adapters_disabled():
-        assert torch.equal(encoder.embed_images(pixels), before)
+def test_features_are_those_of_a_naive_forward_pass() -> None:
+    torch.manual_seed(0)
+    model = IResNetModel(IResNetConfig(**SMALL))
+    for tensor in model.state_dict().values():
+        if tensor.is_floating_point():
+            tensor.uniform_(0.5, 1.5)  # statistics, slopes and offsets that all matter
+    model.eval()
+    pixels = torch.randn(3, 3, 9, 9)
+    output = model(pixels)
+    assert output.last_hidden_state.shape == (3, 8, 3, 3) and output.pooler_output.shape == (3, 72)
+    weights = {name: tensor.double() for name, tensor in model.state_dict().items()}
+    torch.testing.assert_close(output.pooler_output.double(), naive(weights, SMALL["depths"], pixels.double()), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("depths", "millions"),
+    [([2, 2, 2, 2], "24.03"), ([3, 4, 14, 3], "43.59"), ([3, 13, 30, 3], "65.16")],
+    ids=["iresnet18", "iresnet50", "iresnet100"],
+)
+def test_models_of_faces_have_the_published_sizes(depths: list[int], millions: str) -> None:
+    with torch.device("meta"):
+        encoder = IResNetModel(IResNetConfig(depths=depths))
+    features = encoder.config.hidden_sizes[-1] * 7 * 7
+    head = features * FACES + FACES + 2 * FACES  # the linear layer and a batch norm whose slopes are not trained
+    assert f"{(sum(weights.numel() for weights in encoder.parameters()) + head) / 1e6:.2f}" == millions
+
+
+def test_convolutions_begin_as_insightface_draws_them() -> None:
+    encoder, _ = encoder_from_scratch(ScratchSource(model={"model_type": "iresnet", "depths": [1], "hidden_sizes": [64]}))
+    drawn = encoder.model.stages[0][0].residual[1].weight
+    assert drawn.std().item() == pytest.approx(0.1, rel=0.02) and abs(drawn.mean().item()) < 0.002
+    assert (encoder.model.stem[2].weight == 0.25).all() and (encoder.model.norm.weight == 1).all()
+
+
+def test_auto_classes_know_it_where_xcompat_is_imported_and_exports_do_not_rely_on_that(tmp_path: Path) -> None:
+    assert AutoConfig.for_model("iresnet", **SMALL).image_size == 9
+    encoder, processor = encoder_from_scratch(ScratchSource(model={"model_type": "iresnet", **SMALL}, image_size=9))
+    encoder.save_pretrained(tmp_path)
+    processor.save_pretrained(tmp_path)
+    assert isinstance(AutoModel.from_pretrained(tmp_path), IResNetModel)
+    assert auto_calls(load_encoder(str(tmp_path))[0]) is None
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"depths": [1, 2], "hidden_sizes": [4]}, "depths has 2 stages and hidden_sizes 1; use the same number"),
+        ({"depths": [], "hidden_sizes": []}, "depths has 0 stages"),
+        ({"depths": [0], "hidden_sizes": [4]}, "must be at least 1"),
+        ({"depths": 3}, "depths"),
+    ],
+)
+def test_stages_that_do_not_fit_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(XcompatError, match=f"cannot build iresnet from scratch.*{message}"):
+        encoder_from_scratch(ScratchSource(model={"model_type": "iresnet", **options}))
