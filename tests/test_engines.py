@@ -103,28 +103,20 @@ def files_in(folder: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in sorted(folder.iterdir()) if not file.name.startswith("_part-")}
 
 
-@pytest.mark.parametrize("kind", [pa.float16(), pa.float32(), pa.float64()])
-@pytest.mark.parametrize("fixed", [True, False])
+@pytest.mark.parametrize(("kind", "fixed"), [(pa.float16(), True), (pa.float32(), False), (pa.float64(), True)])
 def test_a_column_is_mapped_and_all_others_stay(model: str, vectors: np.ndarray, kind: pa.DataType, fixed: bool) -> None:
     wanted = pa.list_(kind, OLD_DIM) if fixed else pa.list_(kind)
     table = lists(vectors).set_column(1, "vector", pa.array([row.astype(np.float16) for row in vectors]).cast(wanted))
-    mapped = pickle.loads(pickle.dumps(TableModel.open(model, "vectors", "vector")))(table)  # noqa: S301 - it is ours
+    function = pickle.loads(pickle.dumps(TableModel.open(model, "vectors", "vector")))  # noqa: S301 - it is ours
+    mapped = function(table)
+    assert function(pa.concat_tables([table[:7], table[7:]])).equals(mapped) and not len(function(table[:0]))
+    assert len(pickle.dumps(function)) < 2000, "a name, not weights"
     assert mapped.select(table.column_names).equals(table) and mapped.column_names == [*table.column_names, "embedding"]
     found = np.stack(mapped["embedding"].to_numpy())
     rounded = vectors.astype(np.float16).astype(np.float32)
     truth = Mapping(load_checkpoint(model))(rounded)
     np.testing.assert_allclose(found, truth, atol=1e-6)
     np.testing.assert_allclose(np.linalg.norm(found, axis=1), 1, atol=1e-6)
-
-
-def test_the_function_is_small_and_made_again_by_chunks(model: str, vectors: np.ndarray) -> None:
-    function = TableModel.open(model, "vectors", dtype="float16")
-    assert len(pickle.dumps(function)) < 2000, "a name, not weights"
-    table = lists(vectors, "embedding")
-    whole = function(table)
-    assert whole.schema.field("embedding").type == pa.list_(pa.float16(), NEW_DIM)
-    assert function(pa.concat_tables([table[:7], table[7:]])).equals(whole) and not len(function(table[:0]))
-    assert whole.column_names == table.column_names
 
 
 @pytest.mark.parametrize(
@@ -215,7 +207,9 @@ def test_sparks_example_is_a_function_of_batches(model: str, vectors: np.ndarray
     np.testing.assert_allclose(np.stack(seen[-1]["embedding"].to_numpy()), Mapping(load_checkpoint(model))(vectors), atol=1e-6)
 
 
-def test_files_become_files(run: Run, model: str, source: Path, vectors: np.ndarray, tmp_path: Path) -> None:
+def test_files_become_files_and_a_second_run_adds_the_missing(
+    run: Run, model: str, source: Path, vectors: np.ndarray, tmp_path: Path
+) -> None:
     code, out, error = run(source, "--model", model, "--out", tmp_path / "out")
     assert code == 0 and not error and f"holds {ROWS} embeddings of {model} in 5 files" in out
     made = [pq.read_table(tmp_path / "out" / f"part-{number:06}.parquet") for number in range(5)]
@@ -225,19 +219,14 @@ def test_files_become_files(run: Run, model: str, source: Path, vectors: np.ndar
     np.testing.assert_allclose(np.stack(table["embedding"].to_numpy()), Mapping(load_checkpoint(model))(vectors), atol=1e-6)
     about = made[0].schema.metadata[b"xcompat"].decode()
     assert Mapping(load_checkpoint(model)).target[0].digest in about
-
-
-def test_a_second_run_makes_what_is_missing_alone(run: Run, model: str, source: Path, tmp_path: Path) -> None:
-    command = (source, "--model", model, "--out", tmp_path / "out", "--dtype", "float16")
-    assert run(*command)[0] == 0
     whole = files_in(tmp_path / "out")
     for number in (1, 4):
         (tmp_path / "out" / f"part-{number:06}.parquet").unlink()
-    kept = {file.name: file.stat().st_mtime_ns for file in (tmp_path / "out").glob("part-*")}
-    code, out, _ = run(*command)
+    kept = {file: file.stat().st_mtime_ns for file in (tmp_path / "out").glob("part-*")}
+    code, out, _ = run(source, "--model", model, "--out", tmp_path / "out")
     assert code == 0 and "100 computed in" in out and files_in(tmp_path / "out") == whole
-    assert {name: (tmp_path / "out" / name).stat().st_mtime_ns for name in kept} == kept
-    assert "nothing to do" in run(*command)[1]
+    assert {file: file.stat().st_mtime_ns for file in kept} == kept
+    assert "nothing to do" in run(source, "--model", model, "--out", tmp_path / "out")[1]
 
 
 @pytest.mark.parametrize(
@@ -431,21 +420,6 @@ def test_images_that_cannot_be_read_are_refused_until_they_are_mended(
     assert {name for name in made if made[name] != unmended[name]} == {"part-000001.parquet"}
 
 
-def test_a_part_that_does_not_say_what_it_left_out_is_made_anew(
-    run: Run, old_folder: str, tmp_path: Path, images: list[Image.Image], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("xcompat.engines.commands.MOST_UNREAD", 0.5)
-    images[0].save(tmp_path / "0.png")
-    paths = [str(tmp_path / "0.png"), str(tmp_path / "missing.png")]
-    pq.write_table(pa.table({"id": [0, 1], "image": paths}), tmp_path / "items.parquet")
-    command = (tmp_path / "items.parquet", "--model", old_folder, "--out", tmp_path / "out")
-    assert "holds 1 embeddings" in run(*command)[1]
-    whole, file = files_in(tmp_path / "out"), tmp_path / "out" / "part-000000.parquet"
-    pq.write_table(pq.read_table(file), file)  # the schema keeps the plan, and what was left out is lost
-    assert files_in(tmp_path / "out") != whole
-    assert "2 computed in" in run(*command)[1] and files_in(tmp_path / "out") == whole
-
-
 def stand_in_for_a_bucket(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bucket = fs.SubTreeFileSystem(str(folder), fs.LocalFileSystem())
     found = filesystems.resolve_filesystem
@@ -457,25 +431,17 @@ def stand_in_for_a_bucket(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None
         monkeypatch.setattr(module, "resolve_filesystem", resolve)
 
 
-def test_other_file_systems_get_whole_files(
+def test_buckets_get_whole_files_and_keep_no_key(
     run: Run, model: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A folder stands for a bucket: it is no file system of this machine to Arrow, so that nothing can be renamed."""
     stand_in_for_a_bucket(tmp_path, monkeypatch)
-    assert run(source, "--model", model, "--out", tmp_path / "here")[0] == 0
-    command = ("s3://bucket/items", "--model", model, "--out", "s3://bucket/there")
-    code, out, error = run(*command)
-    assert code == 0 and not error and "s3://bucket/there holds" in out
-    here, there = (pq.read_table(tmp_path / name) for name in ("here", "there"))
-    assert here.equals(there) and "nothing to do" in run(*command)[1]
-
-
-def test_keys_in_an_address_are_nowhere_to_be_read(
-    run: Run, model: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stand_in_for_a_bucket(tmp_path, monkeypatch)
-    command = ("s3://ME:KEY@bucket/items", "--model", model, "--out", "s3://ME:KEY@bucket/there")
+    more = ("--model", model, "--dtype", "float16", "--out")
+    assert run(source, *more, tmp_path / "here")[0] == 0
+    command = ("s3://ME:KEY@bucket/items", *more, "s3://ME:KEY@bucket/there")
     code, *said = run(*command)
+    here, there = (pq.read_table(tmp_path / name) for name in ("here", "there"))
+    assert here.equals(there) and here.schema.field("embedding").type.value_type == pa.float16()
     plan = tmp_path / "there" / "_plan.json"
     assert code == 0 and "s3://***@bucket/there holds" in said[0] and '"source": "s3://***@bucket/items"' in plan.read_text()
     assert "KEY" not in "".join(said) and not any(b"KEY" in content for content in files_in(tmp_path / "there").values())
@@ -485,23 +451,21 @@ def test_keys_in_an_address_are_nowhere_to_be_read(
     assert "items has changed since s3://***@bucket/there was started" in run(*command)[2], "the same address, by other keys"
 
 
-def test_processes_of_accelerate_share_the_parts(run: Run, model: str, source: Path, tmp_path: Path) -> None:
-    assert run(source, "--model", model, "--out", tmp_path / "one")[0] == 0
-    code = "import sys; from xcompat import cli; from xcompat.engines import sources; sources.PART_ROWS = 60; cli.main()"
-    done = warm.run("-c", code, "embed", source, "--model", model, "--out", tmp_path / "two", folder=tmp_path, ranks=2)
-    assert done.returncode == 0, done.stderr
-    assert files_in(tmp_path / "one") == files_in(tmp_path / "two")
-
-
-def test_unread_images_of_all_processes_count_together(old_folder: str, tmp_path: Path, images: list[Image.Image]) -> None:
+def test_processes_share_the_parts_and_count_together(
+    run: Run, old_folder: str, tmp_path: Path, images: list[Image.Image], monkeypatch: pytest.MonkeyPatch
+) -> None:
     images[0].save(tmp_path / "0.png")
-    paths = [str(tmp_path / name) for name in ("0.png", "lost.png", "0.png", "gone.png")]
-    pq.write_table(pa.table({"id": range(4), "image": paths}), tmp_path / "items.parquet", row_group_size=1)
+    paths = [str(tmp_path / name) for name in ("0.png", "lost.png", "0.png", "gone.png", "0.png")]
+    pq.write_table(pa.table({"id": range(5), "image": paths}), tmp_path / "items.parquet", row_group_size=1)
+    monkeypatch.setattr(sources, "PART_ROWS", 2)
+    monkeypatch.setattr("xcompat.engines.commands.MOST_UNREAD", 0.4)
+    assert run(tmp_path / "items.parquet", "--model", old_folder, "--out", tmp_path / "one")[0] == 0
     code = "from xcompat import cli; from xcompat.engines import commands, sources\n"
     code += "commands.MOST_UNREAD = 0.3; sources.PART_ROWS = 2; cli.main()"
-    command = (tmp_path / "items.parquet", "--model", old_folder, "--out", tmp_path / "out")
-    done = warm.run("-c", code, "embed", *command, folder=tmp_path, ranks=2)
-    assert done.returncode != 0 and "2 of 4 images cannot be read, e.g. '1'; fix or remove them" in done.stderr
+    command = ("embed", tmp_path / "items.parquet", "--model", old_folder, "--out", tmp_path / "two")
+    done = warm.run("-c", code, *command, folder=tmp_path, ranks=2)
+    assert done.returncode != 0 and "2 of 5 images cannot be read, e.g. '1'; fix or remove them" in done.stderr
+    assert files_in(tmp_path / "one") == files_in(tmp_path / "two")
 
 
 @pytest.mark.parametrize(  # Parquet by Ray: where a worker is killed
@@ -590,15 +554,6 @@ def test_a_worker_that_is_killed_in_the_middle_changes_nothing(
     assert {**two, "_plan.json": one["_plan.json"]} == one, "and no half-written file is left"
 
 
-class EndingJob(Job):
-    """Kills the worker that is at part 2."""
-
-    def _tables(self, part: Part) -> Iterator[pa.Table]:
-        if part.number == 2:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return super()._tables(part)
-
-
 def test_an_error_of_daft_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     daft = pytest.importorskip("daft")
 
@@ -610,20 +565,3 @@ def test_an_error_of_daft_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(daft.DataFrame, "iter_rows", fail)
     with pytest.raises(XcompatError, match=r"a Daft worker died \(.*signal 9.*\); run the command again to continue"):
         list(on_daft.run(Job(None, None, "out", "id", "a plan"), [Part(0, "table", 0, 1)], workers=1))
-
-
-@pytest.mark.nightly
-def test_a_worker_of_daft_that_is_killed_ends_it_in_one_line(model: str, source: Path, tmp_path: Path) -> None:
-    pytest.importorskip("daft")
-    from daft.pickle import cloudpickle
-
-    from xcompat.engines import daft as on_daft
-
-    cloudpickle.register_pickle_by_value(sys.modules[EndingJob.__module__])
-    found = read_source(str(source))
-    (tmp_path / "out").mkdir()
-    job = EndingJob(TableModel.open(model, "vectors", "vector"), found.reader, str(tmp_path / "out"), "id", "a plan")
-    with pytest.raises(XcompatError, match=r"a Daft worker died \(.*\); run the command again to continue"):
-        list(on_daft.run(job, found.parts, workers=1))
-    names = {file.name for file in (tmp_path / "out").glob("*.parquet")}
-    assert names == {"part-000000.parquet", "part-000001.parquet"}
