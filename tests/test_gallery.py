@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import re
 import subprocess
-import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,8 +17,6 @@ from conftest import store
 from schedule import mostly_nightly_rows
 
 from xcompat import Fingerprint, FingerprintMismatchError, XcompatError
-from xcompat.core.errors import GenerationGoneError
-from xcompat.core.files import write_array
 from xcompat.retrieval import Gallery, faiss_building, filtered_search
 from xcompat.retrieval.manifest import read_manifest
 
@@ -77,6 +74,9 @@ def test_nothing_is_there_before_the_commit_and_everything_after_reopening(make:
     gallery = make()
     gallery.add(vectors(5), names(5), [{"n": number} for number in range(5)])
     assert len(gallery) == 0 and found(gallery, vectors(1), 3) == [[]]
+    gallery.close()
+    assert len(Gallery.open(gallery.path)) == 0 and gallery.damage() == [], "what is not committed is forgotten"
+    gallery.add(vectors(5), names(5), [{"n": number} for number in range(5)])
     assert gallery.commit() == 1
     again = Gallery.open(gallery.path)
     assert len(again) == 5 and [hit.metadata for hit in again.search(vectors(5)[[2]], CLIP, top_k=1)[0]] == [{"n": 2}]
@@ -109,14 +109,6 @@ def test_long_texts_do_not_wait_in_memory(tmp_path: Path, monkeypatch: pytest.Mo
     assert [len(segment) for segment in gallery.segments] == [60, 60] and gallery.damage() == []
     gallery.compact()
     assert [segment.record.name for segment in gallery.segments] == written, "they are not small, so nothing is to be joined"
-
-
-def test_what_was_not_committed_is_forgotten(make: Make) -> None:
-    with make() as gallery:
-        gallery.add(vectors(5), names(5))
-    assert len(Gallery.open(gallery.path)) == 0 and Gallery.open(gallery.path).damage() == []
-    store(gallery, vectors(5), names(5))
-    assert len(gallery) == 5
 
 
 def test_removed_and_replaced_items(make: Make) -> None:
@@ -177,52 +169,6 @@ def ids_in(gallery: Gallery) -> set[str]:
     return {name for segment in gallery.segments for name in segment.ids(segment.present())}
 
 
-def test_states_can_be_returned_to_until_they_are_compacted(make: Make) -> None:
-    gallery = make()
-    for number in range(4):
-        store(gallery, vectors(5, number), names(5, f"part {number}"))
-    gallery.remove(names(5, "part 0"))
-    gallery.commit("remove")
-    assert [manifest.rows for manifest in gallery.generations()] == [0, 5, 10, 15, 20, 15]
-    assert gallery.rollback(2) == 6 and len(gallery) == 10 and gallery.find(["part 0 1", "part 2 1"]) == [CLIP, None]
-    assert gallery.rollback(5) == 7 and len(gallery) == 15
-    before = found(gallery, vectors(3, 7), 15)
-    gallery.compact()
-    assert found(gallery, vectors(3, 7), 15) == before and len(gallery.segments) == 1 and gallery.damage() == []
-    assert [manifest.by for manifest in gallery.generations()] == ["compact"]
-    with pytest.raises(XcompatError, match="has no generation 2"):
-        gallery.rollback(2)
-    assert found(Gallery.open(gallery.path), vectors(3, 7), 15) == before
-
-
-def test_each_rollback_goes_one_state_further_back(make: Make) -> None:
-    gallery = make()
-    for name in ("a", "b", "c"):
-        store(gallery, vectors(1), [name])
-    assert (gallery.rollback(), ids_in(gallery)) == (4, {"a", "b"})
-    assert (gallery.rollback(), ids_in(gallery)) == (5, {"a"})
-    store(gallery, vectors(1), ["d"])
-    assert (gallery.rollback(), ids_in(gallery)) == (7, {"a"})
-    assert (gallery.rollback(), ids_in(gallery)) == (8, set())
-    with pytest.raises(XcompatError, match="has no earlier state; .* --list"):
-        gallery.rollback()
-    assert (gallery.rollback(3), ids_in(gallery)) == (9, {"a", "b", "c"})
-    assert (gallery.rollback(), ids_in(gallery)) == (10, {"a", "b"})
-    gallery.compact()
-    with pytest.raises(XcompatError, match="has no earlier state"):
-        gallery.rollback()
-    store(gallery, vectors(1), ["e"])
-    assert gallery.rollback() and ids_in(gallery) == {"a", "b"}
-
-
-def test_a_rollback_undoes_the_newest_commit_of_any_process(make: Make) -> None:
-    gallery = store(make(), vectors(1), ["a"])
-    other = Gallery.open(gallery.path)
-    store(other, vectors(1), ["b"])
-    gallery.rollback()
-    assert ids_in(gallery) == ids_in(Gallery.open(gallery.path)) == {"a"}
-
-
 UNDONE = mostly_nightly_rows(itertools.product(["faiss", "milvus"], range(3)), lambda *case: case == ("faiss", 1))
 
 
@@ -232,11 +178,15 @@ def test_rollbacks_agree_with_an_undo_stack(seed: int, make: Make) -> None:
     stack_of: dict[int, list[frozenset[str]]] = {0: [frozenset()]}  # generation -> its state, and those it was made from
     for step in range(25):
         stack, action = stack_of[gallery.generation], random.choice(["add", "add", "remove", "undo", "undo", "undo", "to"])
+        if action == "undo" and len(stack) == 1:
+            with pytest.raises(XcompatError, match="has no earlier state; .* --list"):
+                gallery.rollback()
+            continue
         if action == "remove" and stack[-1]:
             gallery.remove([min(stack[-1])])
             stack = [*stack, stack[-1] - {min(stack[-1])}]
             gallery.commit("remove")
-        elif action == "undo" and len(stack) > 1:
+        elif action == "undo":
             gallery.rollback()
             stack = stack[:-1]
         elif action == "to":
@@ -262,7 +212,6 @@ def test_rollbacks_agree_with_an_undo_stack(seed: int, make: Make) -> None:
         (lambda g: g.add(vectors(1), [""]), "invalid id ''"),
         (lambda g: g.add(vectors(1), ["two\nlines"]), "invalid id 'two"),
         (lambda g: g.add(vectors(1), [5]), "invalid id 5"),
-        (lambda g: g.add(vectors(1), [None]), "invalid id None"),
         (lambda g: g.add(vectors(1), ["\udcff.png"]), "invalid id"),
         (lambda g: g.add(np.zeros((1, DIM)), ["x"]), "the embedding of 'x' is zero"),
         (lambda g: g.add(np.full((1, DIM), np.nan), ["x"]), "the embedding of 'x' is not finite"),
@@ -272,7 +221,6 @@ def test_rollbacks_agree_with_an_undo_stack(seed: int, make: Make) -> None:
         (lambda g: g.remove(["nobody"]), "'nobody' is not in the gallery"),
         (lambda g: g.search(vectors(1, dim=5), CLIP), "the queries have 5 dimensions"),
         (lambda g: g.search(np.full((1, DIM), np.inf), CLIP), "query 0 is not finite"),
-        (lambda g: g.search(np.zeros((1, DIM)), CLIP), "query 0 is zero"),
         (lambda g: g.search(vectors(1), CLIP, merge="mean"), "unknown merge 'mean'"),
         (lambda g: g.search(vectors(1), CLIP, top_k=0), "top_k is 0"),
         (lambda g: g.search(vectors(1), "clip"), "'clip' is a name; use Fingerprint.from_string"),
@@ -312,7 +260,7 @@ def test_one_writer_at_a_time_and_readers_meanwhile(tmp_path: Path) -> None:
         "gallery = Gallery.open(sys.argv[1]); print(len(gallery.search(np.ones((1, 8)), Fingerprint.from_string('clip'))[0]))\n"
         "gallery.add(np.ones((1, 8)), ['other'])"
     )
-    other = subprocess.run([sys.executable, "-c", code, str(gallery.path)], capture_output=True, text=True, check=False)
+    other = warm.run("-c", code, gallery.path, folder=tmp_path)
     assert other.stdout.strip() == "3" and "another process is writing to" in other.stderr
     gallery.commit()
     assert len(gallery) == 4
@@ -325,6 +273,8 @@ def test_a_writer_adds_to_the_newest_state(tmp_path: Path) -> None:
     store(first, vectors(1), ["a"])
     store(second, vectors(1, 1), ["b"])
     assert Gallery.open(first.path).find(["a", "b"]) == [CLIP, CLIP]
+    first.rollback()
+    assert ids_in(first) == ids_in(Gallery.open(first.path)) == {"a"}, "the newest commit of any process is undone"
 
 
 def files_of(folder: Path) -> list[Path]:
@@ -350,64 +300,6 @@ def test_every_altered_or_truncated_file_is_found_and_named(tmp_path: Path) -> N
             assert len(wrong) >= 1 and str(file) in wrong[0], file
         file.write_bytes(good)
     assert Gallery.open(gallery.path).damage() == []
-
-
-@pytest.mark.parametrize("call", range(0, 60, 3))
-def test_a_kill_at_any_write_leaves_the_last_commit(call: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every file system call that changes something is a place to die at; the last committed state opens and verifies."""
-    gallery = store(create(tmp_path), vectors(10), names(10))
-    count = 0
-
-    class Killed(BaseException):
-        """Not an error that anything catches."""
-
-    def dying(original: Any) -> Any:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            nonlocal count
-            count += 1
-            if count == call + 1:
-                raise Killed
-            return original(*args, **kwargs)
-
-        return run
-
-    monkeypatch.setattr("os.fsync", dying(__import__("os").fsync))
-    monkeypatch.setattr(Path, "replace", dying(Path.replace))
-    monkeypatch.setattr(Path, "unlink", dying(Path.unlink))
-    monkeypatch.setattr("xcompat.retrieval.segment.write_array", dying(write_array))
-    states = {10: "before", 18: "after"}
-    try:
-        gallery.add(vectors(10, 1), names(10, "more"))
-        gallery.remove(["item 1", "item 2"])
-        gallery.commit()
-        gallery.compact()
-    except Killed:
-        pass
-    monkeypatch.undo()
-    gallery.close()
-    survivor = Gallery.open(gallery.path)
-    assert len(survivor) in states and survivor.damage() == []
-    stored = dict(zip(names(10), vectors(10), strict=True))
-    if len(survivor) == 18:
-        stored |= dict(zip(names(10, "more"), vectors(10, 1), strict=True))
-        del stored["item 1"], stored["item 2"]
-    assert found(survivor, vectors(2, 5), 20) == naive(stored, vectors(2, 5), 20)
-    survivor.add(vectors(1, 8), ["life goes on"])
-    survivor.compact() if call % 2 else survivor.commit()
-    assert Gallery.open(gallery.path).damage() == []
-
-
-def test_no_space_left_leaves_the_last_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    gallery = store(create(tmp_path), vectors(10), names(10))
-    gallery.add(vectors(10, 1), names(10, "more"))
-    full = OSError(28, "No space left on device")
-    monkeypatch.setattr("xcompat.retrieval.segment.write_array", lambda *_: (_ for _ in ()).throw(full))
-    with pytest.raises(OSError, match="No space left"):
-        gallery.commit()
-    gallery.close()
-    monkeypatch.undo()
-    assert len(Gallery.open(gallery.path)) == 10 and Gallery.open(gallery.path).damage() == []
-    assert not [path for path in (gallery.path / "segments").iterdir() if path.name.startswith(".")], "nothing half-written"
 
 
 def test_side_information_is_of_one_width_and_finite(tmp_path: Path) -> None:
@@ -438,21 +330,6 @@ def test_a_disk_that_is_really_full_or_read_only_leaves_the_last_commit(tiny_dis
         with pytest.raises(OSError, match="Read-only file system"):
             change()
     assert len(Gallery.open(gallery.path)) == 10
-
-
-def test_a_damaged_gallery_is_refused_by_verify_and_a_reader_of_files_that_are_gone_is_told(tmp_path: Path) -> None:
-    gallery = create(tmp_path, index="SQ8")
-    for number in range(2):
-        store(gallery, vectors(20, number), names(20, f"part {number}"))
-    gallery.verify()
-    reader = Gallery.open(gallery.path)
-    gallery.compact()
-    gallery.verify()
-    with pytest.raises(GenerationGoneError, match="generation 2 of .* was compacted away .*; open the gallery again"):
-        reader.find(["part 0 1"])
-    (gallery.path / "segments" / gallery.segments[0].record.name / "rows.arrow").write_bytes(b"")
-    with pytest.raises(XcompatError, match=r"is damaged: .*rows.arrow has 0 bytes"):
-        Gallery.open(gallery.path).verify()
 
 
 def test_what_a_milvus_has_lost_is_found_and_its_own_failures_are_one_line(
@@ -503,14 +380,6 @@ def test_every_index_finds_and_gives_back_what_it_was_given(index: str, tmp_path
     assert not set(hits[0]) & set(names(100)), "what was removed is not found"
     exact = naive(dict(zip(names(12_000)[100:], embeds[100:], strict=True)), embeds[[500]], 20)[0]
     assert len(set(hits[1]) & set(exact)) >= (20 if index in ("Flat",) else 2)
-
-
-def test_too_few_to_train_an_index_are_searched_exactly_until_they_are_enough(tmp_path: Path) -> None:
-    gallery = store(create(tmp_path, index="IVF8,Flat"), vectors(100), names(100))
-    assert gallery.segments[0].record.index == "Flat"
-    store(gallery, vectors(12_000, 1), names(12_000, "more"))
-    gallery.compact()
-    assert [segment.record.index for segment in gallery.segments] == ["IVF8,Flat"] and len(gallery) == 12_100
 
 
 def test_compaction_makes_segments_that_train_the_index_however_large_it_is(
@@ -570,8 +439,10 @@ def test_search_parameters_pass_by_segments_that_compare_everything(tmp_path: Pa
     assert found(gallery, vectors(3, 1), 5, parameters="nprobe=8") == naive(stored, vectors(3, 1), 5)
 
 
-@pytest.mark.parametrize("index", ["HNSW16", "IVF64,Flat", "IVF64,PQ4x4", "IVF64,SQ8,RFlat", "PQ4x4"])
-@pytest.mark.parametrize("metric", ["ip", "l2"])
+@pytest.mark.parametrize(
+    ("index", "metric"),
+    [("HNSW16", "ip"), ("IVF64,Flat", "l2"), ("IVF64,PQ4x4", "ip"), ("IVF64,SQ8,RFlat", "l2"), ("PQ4x4", "l2")],
+)
 def test_few_rows_of_an_approximate_index_are_searched_exactly(
     index: str, metric: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -601,15 +472,6 @@ def test_an_approximate_index_finds_as_many_as_are_asked_for(index: str, tmp_pat
     for k in (60, 500, 2000, 3000):
         assert [len(hits) for hits in found(gallery, vectors(3), k)] == [min(k, 2000)] * 3
     assert [len(hits) for hits in found(gallery, vectors(3), 40, group_by="document")] == [40] * 3
-
-
-def test_a_filter_whose_rows_lie_far_from_the_query_finds_them(tmp_path: Path) -> None:
-    gallery = create(tmp_path, metric="l2", index="IVF64,Flat")
-    embeds = vectors(12_000)
-    embeds[6000:, 0] += 100
-    store(gallery, embeds, names(12_000), [{"side": n // 6000} for n in range(12_000)])
-    far = dict(zip(names(12_000)[6000:], embeds[6000:], strict=True))
-    assert found(gallery, vectors(3, 1), 5, where={"side": 1}, parameters="nprobe=1") == naive(far, vectors(3, 1), 5, "l2")
 
 
 @pytest.mark.parametrize("index", ["HNSW16", "IVF64,Flat"])

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import json
 import re
-import shutil
-import tarfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,13 +11,12 @@ import faiss
 import numpy as np
 import pyarrow as pa
 import pytest
-from conftest import SHARED, write_photos
+from conftest import write_photos
 from PIL import Image
 
 from xcompat import Fingerprint, XcompatError
 from xcompat.models.embedder import load_embedder
 from xcompat.retrieval import Gallery
-from xcompat.retrieval.adopted_index import read_head
 from xcompat.retrieval.index_gallery import find_ids, open_index
 from xcompat.retrieval.originals import load_originals
 
@@ -30,8 +26,6 @@ from xcompat.serve.site_loading import load_site
 
 Run = Callable[..., tuple[int, str, str]]
 OLD = Fingerprint.from_string("old")
-PHOTOS, MODELS = SHARED / "data/tiny-imagenet/val-0000.tar.gz", SHARED / "models"
-COUNT = 64
 
 
 @pytest.fixture(autouse=True)
@@ -108,14 +102,6 @@ def test_ids_become_the_paths_of_images(tmp_path: Path, caplog: pytest.LogCaptur
         open_index(four, OLD, originals=originals)
 
 
-def test_texts_are_kept_beside_their_vectors(tmp_path: Path) -> None:
-    (tmp_path / "texts.jsonl").write_text('{"id": "a", "text": "a dog"}\n{"id": "b", "text": "a shoe"}\n')
-    gallery = open_index(
-        write_index(tmp_path / "own.faiss", np.eye(2, dtype=np.float32)), OLD, originals=load_originals(tmp_path / "texts.jsonl")
-    )
-    assert gallery.metadata(["b", "a"]) == [{"text": "a shoe"}, {"text": "a dog"}]
-
-
 @pytest.fixture
 def shop(tmp_path: Path, folder_of: dict[str, str], old_folder: str, run_xcompat: Run, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return a folder with an index of an old model, its images, and a map to it by name."""
@@ -175,40 +161,6 @@ def test_mistakes_are_one_line(shop: Path, folder_of: dict[str, str], run_xcompa
         assert (code, len(err.splitlines()[-1:])) == (2, 1) and said in err.splitlines()[-1], (words, err)
 
 
-@pytest.mark.skipif(not PHOTOS.exists() or not MODELS.exists(), reason=f"{PHOTOS} and {MODELS} hold photos and models")
-def test_real_photos_are_found_with_the_new_model(tmp_path: Path, run_xcompat: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "photos").mkdir()
-    with tarfile.open(PHOTOS) as shard:
-        for member in shard:
-            if member.name.endswith(".jpg"):
-                file = shard.extractfile(member)
-                assert file is not None
-                (tmp_path / "photos" / Path(member.name).name).write_bytes(file.read())
-            if len([*(tmp_path / "photos").iterdir()]) == COUNT:
-                break
-    old = load_embedder(str(MODELS / "mobilenet_v1_0.25_128"))
-    files = sorted((tmp_path / "photos").iterdir())
-    images = [Image.open(io.BytesIO(file.read_bytes())).convert("RGB") for file in files]
-    write_index(tmp_path / "own.faiss", old.embed({"pixel_values": old.processor.images(images)}).numpy())
-    new = MODELS / "mobilenet_v1_0.5_160"
-    mapping = ("map", "--old", "own.faiss", "--new", new, "--images", "photos", "--allow-worse")
-    (tmp_path / "short.txt").write_text(f"{files[0].name}\n")
-    code, _, err = run_xcompat(*mapping, "--ids", "short.txt")
-    assert code == 2 and f"holds {COUNT} vectors, but there are 1 ids" in err and not (tmp_path / "runs/map").exists()
-    code, out, err = run_xcompat(*mapping)
-    assert code == 0, err
-    assert f"has no ids: its rows are matched with photos in order, from {files[0].name!r}" in " ".join(out.split())
-    shutil.rmtree(tmp_path / "cache", ignore_errors=True)
-    searching = ("gallery", "search", "own.faiss", "--queries", "photos", "--originals", "photos", "--rerank", 2)
-    code, out, err = run_xcompat(*searching, "--model", "runs/map", "--json", "--top-k", 5)
-    assert code == 0, err
-    found = [json.loads(line) for line in out.splitlines()]
-    first = np.mean([answer["hits"][0]["id"] == answer["query"] for answer in found])
-    assert len(found) == COUNT and first > 0.9, "the photos that the map was fitted on find themselves"
-    assert read_head(tmp_path / "own.faiss") == (old.dim, COUNT)
-
-
 def test_the_vectors_of_an_index_migrate_with_a_map_of_galleries(
     shop: Path, folder_of: dict[str, str], old_folder: str, run_xcompat: Run
 ) -> None:
@@ -244,18 +196,6 @@ def test_the_vectors_of_an_index_migrate_with_a_map_of_galleries(
     assert code == 0 and json.loads(out)["hits"], err
     code, _, err = run_xcompat(*mapping, "--direction", "old_to_new", "--out", "runs/x", "--remember-items")
     assert code == 2 and "--remember-items works with maps of queries" in err
-
-
-def test_an_index_is_adopted_by_a_verb_and_exported(shop: Path, old_folder: str, run_xcompat: Run) -> None:
-    adopting = ("gallery", "adopt", "own.faiss", "--model", old_folder)
-    code, out, err = run_xcompat(*adopting, "--ids", "ids.txt", "--out", "adopted")
-    assert code == 0 and "12 vectors of" in out, err
-    assert ids_in(Gallery.open("adopted")) == (shop / "ids.txt").read_text().split()
-    code, _, err = run_xcompat(*adopting, "--out", "other")
-    assert code == 2 and "own.faiss holds no ids; use --ids" in err
-    code, out, err = run_xcompat("export", "faiss", "own.faiss", "--model", "runs/map", "--out", "new.faiss")
-    assert code == 0 and "new.faiss takes 16-dimensional queries" in out, err
-    assert faiss.read_index("new.faiss").ntotal == 12
 
 
 def test_images_are_embedded_into_a_folder(shop: Path, folder_of: dict[str, str], run_xcompat: Run) -> None:
