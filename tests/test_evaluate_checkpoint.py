@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import transformers
 from conftest import without_drawings
 from PIL import Image
 
-from xcompat import Fingerprint, ProcrustesConfig, ProcrustesModel, cli
+from xcompat import Fingerprint, ProcrustesConfig, ProcrustesModel
 from xcompat.data import load_labelled, open_image
 from xcompat.models import describe_old
 from xcompat.models.embedder import load_checkpoint, load_embedder
@@ -70,19 +69,15 @@ def trained(photos: dict[str, str], old_folder: str, folder_of: dict[str, str], 
 
 
 @pytest.fixture
-def judge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
+def judge(tmp_path: Path, run_xcompat: Callable[..., tuple[int, str, str]]) -> Callable[..., Any]:
     """Return a function that evaluates a checkpoint from the command line: its report, or the one line of a refusal."""
 
     def judged(checkpoint: Path, *arguments: object) -> Any:
-        command = ["xcompat", "evaluate", checkpoint, "--output", tmp_path / "judged", *arguments]
-        monkeypatch.setattr(sys, "argv", list(map(str, command)))
         transformers.utils.logging.enable_progress_bar()  # as in a new process
-        with pytest.raises(SystemExit) as stopped:
-            cli.main()
-        err = capsys.readouterr().err
+        code, _, err = run_xcompat("evaluate", checkpoint, "--output", tmp_path / "judged", *arguments)
         assert "Loading weights" not in err, "a bar of a library"
         lines = [line for line in err.splitlines() if line.startswith("xcompat: ")]
-        assert stopped.value.code in (0, None) if not lines else stopped.value.code == 2 and len(lines) == 1
+        assert code == 2 * len(lines) <= 2
         return lines[0] if lines else load_report(tmp_path / "judged")
 
     return judged

@@ -10,18 +10,17 @@ import numpy as np
 import pytest
 import yaml
 from hub_server import Hub, Repository
-from huggingface_hub import HfApi, ModelCard
-from huggingface_hub.repocard_data import eval_results_to_model_index, model_index_to_eval_results
+from huggingface_hub import HfApi
+from huggingface_hub.repocard_data import eval_results_to_model_index
 from test_map import made, normalised, write
-from test_models import OLD, OLDER, build
+from test_models import OLD, OLDER
 from typer.testing import CliRunner
 
 from xcompat import Fingerprint, XcompatError
 from xcompat.cli import app
-from xcompat.hub.metadata import EMBEDS, SEARCHES, Gain, gains_in, results_of, tag
+from xcompat.hub.metadata import EMBEDS, SEARCHES, Gain, results_of, tag
 from xcompat.hub.search import HubCheckpoint, search
 from xcompat.mapping.map_search import find_maps
-from xcompat.models.embedder import load_embedder
 from xcompat.training.push import push
 
 GAINS = [
@@ -59,27 +58,6 @@ def stated(**more: Any) -> dict[str, Any]:
 
 def index(*gains: Gain) -> list[dict[str, Any]]:
     return eval_results_to_model_index("me/map", results_of(gains, "feature-extraction", "unknown", "photos"))
-
-
-def test_gains_are_read_as_they_were_written() -> None:
-    _, results = model_index_to_eval_results(index(*GAINS))
-    assert gains_in(results) == GAINS
-    other = [{"name": "me/map", "results": [{"task": {"type": "x"}, "dataset": {"type": "y", "name": "z"}, "metrics": []}]}]
-    assert gains_in(model_index_to_eval_results(other)[1]) == []
-
-
-@pytest.mark.parametrize("method", ["ridge", "xbt", "bct", "fct"])
-def test_a_pushed_model_is_tagged_by_what_it_is_made_for(method: str, hub: Hub, encoder: str) -> None:
-    model = build(method, {"clip": encoder})
-    model.push_to_hub("me/model")
-    metadata = ModelCard(hub.files("me/model")["README.md"].decode()).data
-    assert metadata.tags is not None and {tag(SEARCHES, OLD.digest), tag(SEARCHES, OLDER.digest)} <= set(metadata.tags)
-    plain = load_embedder(encoder).fingerprint
-    own = [plain] if model.embeds_in_memory else [model.embeds_fingerprint(), model.stored_fingerprint()]
-    assert {each for each in metadata.tags if each.startswith("embeds:")} == {tag(EMBEDS, each.digest) for each in own}
-    assert all(len(each) <= 64 for each in metadata.tags)
-    for new in ("base/clip",) if model.embeds_in_memory else ("me/model",):
-        assert [each.name for each in find_maps(OLD.digest, new).found] == ["me/model"]
 
 
 def test_the_map_of_one_user_is_found_by_another(hub: Hub, encoder: str, tmp_path: Path) -> None:
@@ -238,8 +216,3 @@ def test_a_model_that_is_gone_meanwhile_has_no_results(hub: Hub, monkeypatch: py
 
     monkeypatch.setattr(HfApi, "model_info", too_late)
     assert find_maps(Fingerprint.from_string("old").digest, None).found == [HubCheckpoint("me/map", "", downloads=0, likes=0)]
-
-
-def test_what_is_found_knows_its_least_gain() -> None:
-    listed = HubCheckpoint("me/map", "0" * 40, gains=GAINS)
-    assert listed.least == GAINS[1] and HubCheckpoint("me/map", "").least is None
