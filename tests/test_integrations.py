@@ -9,7 +9,6 @@ import itertools
 import pickle
 import sys
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,6 @@ from llama_index.core.vector_stores import SimpleVectorStore
 from schedule import mostly_nightly, mostly_nightly_rows
 
 from xcompat import Fingerprint, XcompatError
-from xcompat.encoders.standins import save_stand_in
 from xcompat.integrations.haystack import CompatDocumentEmbedder, CompatRanker, CompatTextEmbedder
 from xcompat.integrations.langchain import CompatEmbeddings, CompatReranker
 from xcompat.integrations.llamaindex import CompatEmbedding, CompatRerank
@@ -165,20 +163,6 @@ def test_documents_are_what_a_gallery_stores(name: str, source_of: dict[str, str
         assert query == ways["langchain"][0]
 
 
-def test_a_loaded_model_is_what_its_folder_is(source_of: dict[str, str]) -> None:
-    by_name = CompatEmbeddings(source_of["remembering"])
-    model = load_checkpoint(source_of["remembering"])
-    for loaded in (
-        model,
-        Embedder.from_model(model, "stored"),
-        Embedder.from_model(model, "own"),
-        Path(source_of["remembering"]),
-    ):
-        found = CompatEmbeddings(loaded)
-        assert found.embed_query("two dogs") == by_name.embed_query("two dogs")
-        assert found.embed_documents(["two dogs"]) == by_name.embed_documents(["two dogs"])
-
-
 def test_queries_fit_the_version_that_is_named(source_of: dict[str, str], old: Embedder) -> None:
     """By any of its names. What the model stores lies in the old space, so the metric and the memory serve both."""
     model = load_checkpoint(source_of["remembering"])
@@ -189,6 +173,8 @@ def test_queries_fit_the_version_that_is_named(source_of: dict[str, str], old: E
         for named in (version, version.name, version.digest, version.digest[:12], str(version)):
             assert CompatEmbeddings(model, named).embed_query("two dogs") == pytest.approx(query, abs=1e-6)
     assert TextEmbedder(model).version == old.fingerprint
+    loaded = CompatEmbeddings(Embedder.from_model(model, "own"))
+    assert loaded.embed_documents(["two dogs"]) == CompatEmbeddings(model).embed_documents(["two dogs"])
 
 
 def test_an_unknown_version_is_refused_with_those_that_are_known(source_of: dict[str, str], old: Embedder) -> None:
@@ -232,14 +218,6 @@ def test_a_query_has_the_prompt_of_queries(old_folder: str) -> None:
     np.testing.assert_allclose(embeddings.embed_query("two dogs"), embedded(old, ["query two dogs"])[0], atol=1e-6)
     np.testing.assert_allclose(embeddings.embed_documents(["two dogs"]), embedded(old, ["two dogs"]), atol=1e-6)
     assert TextEmbedder(old).version == old.fingerprint, "a version is that of the passages"
-
-
-def test_threads_may_ask_at_once(source_of: dict[str, str]) -> None:
-    """Web servers answer in threads, and asynchronous methods run in some."""
-    embeddings = CompatEmbeddings(source_of["closed form"])
-    with ThreadPoolExecutor(8) as threads:
-        found = list(threads.map(embeddings.embed_query, TEXTS))
-    assert found == [embeddings.embed_query(text) for text in TEXTS]
 
 
 def test_what_cannot_be_embedded_is_refused(
@@ -324,17 +302,6 @@ def test_a_haystack_pipeline_is_saved_and_loaded(source_of: dict[str, str], old:
     assert titled.embedding is None and found["text"]["embedding"] == plain.embed_query("two dogs")
     with pytest.raises(XcompatError, match="saved pipeline needs the model's name"):
         CompatTextEmbedder(old).to_dict()
-
-
-def test_a_haystack_component_loads_its_model_when_it_is_warmed_up(tmp_path: Path) -> None:
-    component = CompatTextEmbedder(str(tmp_path / "model"))  # constructing a pipeline is light
-    with pytest.raises(XcompatError, match="does not exist"):
-        component.warm_up()
-    save_stand_in(tmp_path / "model", "clip", 8)
-    component.warm_up()
-    before = component.run("two dogs")
-    component.warm_up()
-    assert component.run("two dogs") == before and len(before["embedding"]) == 8
 
 
 @pytest.mark.parametrize(
