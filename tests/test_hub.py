@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import warm
 import yaml
 from hub_server import Hub, Repository
 from huggingface_hub import ModelCard
@@ -25,12 +24,13 @@ from test_models import ADAPTERS, OLD, OLDER, build, embeddings, shake
 from transformers import AutoModel, CLIPModel
 
 from xcompat import Fingerprint, FingerprintMismatchError, ProcrustesConfig, ProcrustesModel, XcompatError
+from xcompat.core.checksums import CHECKSUMS
 from xcompat.encoders import EncoderSource, load_encoder
 from xcompat.encoders.standins import save_stand_in
 from xcompat.evaluation import Case, Criterion, Difference
 from xcompat.hub.lineage import Ancestor, require_whole, trace_lineage
 from xcompat.methods import METHODS
-from xcompat.models import CompatModel, describe_old
+from xcompat.models import describe_old
 from xcompat.models.embedder import is_checkpoint, load_checkpoint, load_embedder
 from xcompat.models.query_memory import LearnedTransform, QueryMemory
 from xcompat.report import ModelInfo, Report
@@ -72,34 +72,6 @@ def test_what_is_pushed_is_pulled(method: str, hub: Hub, on_hub: dict[str, str],
     assert names[found].shape[1] == promised[found] and (found == "embeds") == (not model.compatible_with)
 
 
-PULL = f"""
-import sys
-sys.path.insert(0, {str(Path(__file__).parent)!r})
-from pathlib import Path
-from hub_server import redirected
-with redirected(sys.argv[1], Path(sys.argv[2])):
-    import xcompat
-    from transformers import AutoModel
-    model = AutoModel.from_pretrained("me/model")
-    print(model.fingerprint().digest, model.embed_texts(**model.processor.texts(["a shoe"])).tolist())
-"""
-
-
-def test_what_the_command_pushed_is_pulled_in_a_fresh_process(
-    hub: Hub, on_hub: dict[str, str], tmp_path: Path, run_xcompat: Callable[..., tuple[int, str, str]]
-) -> None:
-    model = build("xbt", on_hub)
-    shake(model)
-    model.export(tmp_path / "model")
-    code, _, error = run_xcompat("push", tmp_path / "model", "me/model", "--adapters-only")
-    assert code == 0, error
-    done = warm.run("-c", PULL, hub.url, tmp_path / "fresh", folder=tmp_path)
-    assert done.returncode == 0, done.stderr
-    said = done.stdout.split(maxsplit=1)
-    assert said[0] == model.fingerprint().digest
-    assert json.loads(said[1]) == model.embed_texts(**model.processor.texts(["a shoe"])).tolist()
-
-
 @pytest.mark.parametrize(
     "architecture",
     mostly_nightly(
@@ -118,7 +90,8 @@ def test_adapters_alone_are_the_whole_model(
 ) -> None:
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     method = "bct" if architecture in image_folder_of else "xbt"
-    model = build(method, {"clip": (folder_of | image_folder_of)[architecture]}, adapters=ADAPTERS)
+    more = {"train_encoder": "layer_norm"} if architecture == "clip" else {}
+    model = build(method, {"clip": (folder_of | image_folder_of)[architecture]}, adapters=ADAPTERS, **more)
     shake(model)
     whole, alone = tmp_path / "whole", tmp_path / "alone"
     model.save_pretrained(whole)
@@ -133,6 +106,9 @@ def test_adapters_alone_are_the_whole_model(
     kept = set(load_file(alone / "model.safetensors"))
     left_out = set(load_file(whole / "model.safetensors")) - kept
     assert {name for name in kept if "lora_" in name} and not {name for name in kept if "base_layer" in name}
+    assert any(name.startswith("encoder.") and "norm" in name for name in kept) == (architecture == "clip")
+    trained, again = ({name for name, p in each.named_parameters() if p.requires_grad} for each in (model, second))
+    assert trained == again or architecture != "clip"
     assert all(name.startswith("encoder.model.") for name in left_out) and len(left_out) > 20
 
 
@@ -155,51 +131,19 @@ def test_peft_reads_the_lora_of_adapters_alone(folder_of: dict[str, str], images
     assert not (tmp_path / "merged" / "lora").exists(), "there is no LoRA any more"
 
 
-def test_adapters_alone_in_half_precision(hub: Hub, folder_of: dict[str, str], images: list[Image.Image], tmp_path: Path) -> None:
-    model = build("xbt", folder_of)
-    shake(model)
-    model.leave_out_base().export(tmp_path / "whole")
-    half = AutoModel.from_pretrained(tmp_path / "whole", dtype=torch.bfloat16)
-    assert half.fingerprint() == model.fingerprint()
-    half.export(tmp_path / "half")
-    kept = [set(load_file(tmp_path / name / "model.safetensors")) for name in ("whole", "half")]
-    assert kept[0] == kept[1], "what the base rounds to is left out too"
-    again = AutoModel.from_pretrained(tmp_path / "half")
-    assert again.fingerprint() == half.written_fingerprint()
-    for first, second in zip(embeddings(half, images), embeddings(again, images), strict=True):
-        assert torch.equal(first, second)
-    build("projection", folder_of).export(tmp_path / "phi")
-    AutoModel.from_pretrained(tmp_path / "phi", dtype=torch.bfloat16).push_to_hub("me/half")
-    assert AutoModel.from_pretrained("me/half").fingerprint().digest in hub.files("me/half")["README.md"].decode()
-
-
-def test_adapters_alone_hold_what_else_was_trained(folder_of: dict[str, str], images: list[Image.Image], tmp_path: Path) -> None:
-    model = build("xbt", folder_of, train_encoder="layer_norm")
-    shake(model)
-    model.leave_out_base().save_pretrained(tmp_path)
-    assert {name for name in load_file(tmp_path / "model.safetensors") if name.startswith("encoder.") and "norm" in name}
-    again = AutoModel.from_pretrained(tmp_path)
-    for first, second in zip(embeddings(model, images), embeddings(again, images), strict=True):
-        assert torch.equal(first, second)
-    trained, kept = ({name for name, p in each.named_parameters() if p.requires_grad} for each in (model, again))
-    assert trained == kept
-
-
-def test_merged_adapters_are_saved_whole(folder_of: dict[str, str], tmp_path: Path) -> None:
-    model = build("xbt", folder_of).leave_out_base()
-    shake(model)
-    model.merge_adapters().export(tmp_path)
-    again = AutoModel.from_pretrained(tmp_path)
-    assert again.fingerprint() == model.fingerprint() and again.config.weights == "all"
-
-
 def test_adapters_stay_with_the_commit_of_their_base(
-    hub: Hub, on_hub: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    hub: Hub,
+    on_hub: dict[str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    run_xcompat: Callable[..., tuple[int, str, str]],
 ) -> None:
     model = build("xbt", on_hub)
     shake(model)
     trained_on = hub.repos["base/clip"].branches["main"]
-    model.leave_out_base().push_to_hub("me/adapters")
+    model.export(tmp_path / "model")
+    code, _, error = run_xcompat("push", tmp_path / "model", "me/adapters", "--adapters-only")
+    assert code == 0, error
     hub.add("base/clip", save_stand_in(tmp_path / "other", "clip", 16, seed=9))
     assert json.loads(hub.files("me/adapters")["config.json"])["encoder"]["revision"] == trained_on
     assert AutoModel.from_pretrained("me/adapters").fingerprint() == model.fingerprint(), "main has moved on, the commit has not"
@@ -225,35 +169,19 @@ def test_a_base_that_changed_is_refused(folder_of: dict[str, str], tmp_path: Pat
         AutoModel.from_pretrained(tmp_path / "adapters")
 
 
-@pytest.mark.parametrize(("method", "reason"), [("projection", "is a map without encoder"), ("bct", "trained without adapters")])
-def test_what_has_no_adapters_to_leave_alone(method: str, reason: str, folder_of: dict[str, str]) -> None:
-    with pytest.raises(XcompatError, match=reason):
-        build(method, folder_of).leave_out_base()
-
-
-def push_twice(hub: Hub, model: CompatModel, folder: Path) -> str:
-    """Put a model on the Hub, and then again with other preprocessing; return the first commit."""
-    model.export(folder)
-    first = hub.add("me/model", folder)
-    settings = json.loads((folder / "preprocessor_config.json").read_text())
-    (folder / "preprocessor_config.json").write_text(json.dumps(settings | {"image_mean": [0.1] * 3}))
-    hub.add("me/model", folder)
-    return first
-
-
-def test_a_revision_brings_its_own_preprocessing(hub: Hub, on_hub: dict[str, str], tmp_path: Path) -> None:
-    model = build("xbt", on_hub)
-    first = push_twice(hub, model, tmp_path / "model")
-    for load in (AutoModel, type(model)):
-        pulled = load.from_pretrained("me/model", revision=first)
-        assert pulled.fingerprint() == model.fingerprint() and pulled.revision == first
-    assert AutoModel.from_pretrained("me/model").fingerprint() != model.fingerprint()
-
-
 def test_a_name_with_a_revision_is_that_commit(
     hub: Hub, on_hub: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = push_twice(hub, build("xbt", on_hub), tmp_path / "model")
+    model = build("xbt", on_hub)
+    model.export(tmp_path / "model")
+    first = hub.add("me/model", tmp_path / "model")
+    (tmp_path / "model" / CHECKSUMS).unlink()
+    settings = json.loads((tmp_path / "model" / "preprocessor_config.json").read_text())
+    (tmp_path / "model" / "preprocessor_config.json").write_text(json.dumps(settings | {"image_mean": [0.1] * 3}))
+    hub.add("me/model", tmp_path / "model")
+    pulled = AutoModel.from_pretrained("me/model", revision=first)
+    assert pulled.fingerprint() == model.fingerprint() and pulled.revision == first
+    assert AutoModel.from_pretrained("me/model").fingerprint() != model.fingerprint(), "its preprocessing is another"
     pinned, newest = load_embedder(f"me/model@{first}"), load_embedder("me/model")
     assert pinned.processor.mean != newest.processor.mean
     assert is_checkpoint(f"me/model@{first}") and load_checkpoint(f"me/model@{first}").revision == first
@@ -391,16 +319,6 @@ def test_names_are_shown_without_the_folders_of_this_machine(name: str, expected
     assert anonymise_name(name) == expected
 
 
-def test_a_report_of_another_model_is_left_out(finished: Run, hub: Hub) -> None:
-    folder = finished()
-    report = json.loads((folder / "report.json").read_text())
-    report["new"]["fingerprint"] = "1" * 64
-    (folder / "report.json").write_text(json.dumps(report))
-    push(folder, "me/pair")
-    text = hub.files("me/pair")["README.md"].decode()
-    assert "No report was pushed with this model" in text and "Backward compatible" not in text
-
-
 def test_the_base_states_licence_and_privacy(finished: Run, hub: Hub, tmp_path: Path) -> None:
     folder = finished()
     base = hub.repos["base/clip"]
@@ -418,6 +336,16 @@ def test_the_base_states_licence_and_privacy(finished: Run, hub: Hub, tmp_path: 
     base.gated = False
     push(folder, "me/gated")
     assert hub.repos["me/gated"].private, "stays as it is"
+
+
+def test_a_report_of_another_model_is_left_out(finished: Run, hub: Hub) -> None:
+    folder = finished()
+    report = json.loads((folder / "report.json").read_text())
+    report["new"]["fingerprint"] = "1" * 64
+    (folder / "report.json").write_text(json.dumps(report))
+    push(folder, "me/pair")
+    text = hub.files("me/pair")["README.md"].decode()
+    assert "No report was pushed with this model" in text and "Backward compatible" not in text
 
 
 @pytest.mark.parametrize(
@@ -702,20 +630,14 @@ def test_a_circle_is_said(hub: Hub, tmp_path: Path) -> None:
         require_whole(trace_lineage(alone))
 
 
-def test_real_models_name_each_other_and_a_change_is_noticed(hub: Hub, on_hub: dict[str, str], tmp_path: Path) -> None:
+def test_an_older_model_that_changed_is_noticed(hub: Hub, on_hub: dict[str, str]) -> None:
     old = build("ridge", on_hub)
-    shake(old)
     old.push_to_hub("me/old")
     described = load_embedder("me/old").describe_old()
-    assert described["revision"] == hub.repos["me/old"].branches["main"]
-    new = METHODS["ridge"].from_encoder("base/clip", old=described)
-    new.push_to_hub("me/new")
-    card = ModelCard(hub.files("me/new")["README.md"].decode()).data.to_dict()
-    assert card["compatible_with"][0] == {key: described[key] for key in ("name", "fingerprint", "dim", "revision")}
-    assert [line.strip() for line in lines("me/new")] == ["me/new (ridge)", "me/old (ridge)", "old ()", "older ()"]
+    METHODS["ridge"].from_encoder("base/clip", old=described).push_to_hub("me/new")
     old.weight.data += 1
     old.push_to_hub("me/old")
-    assert len(lines("me/new")) == 4, "it names the commit, which stays"
+    assert [line.strip() for line in lines("me/new")] == ["me/new (ridge)", "me/old (ridge)", "old ()", "older ()"]
     del described["revision"]
     METHODS["ridge"].from_encoder("base/clip", old=described).push_to_hub("me/newer")
     with pytest.raises(XcompatError, match=f"me/old is another model now .*, not {described['fingerprint'][:12]}"):
@@ -759,22 +681,6 @@ def test_a_folder_that_was_pushed_is_named_by_its_place(hub: Hub, on_hub: dict[s
     assert lines("me/v2")[:2] == ["me/v2 (ridge)", "  me/v1 (ridge)"]
     assert AutoModel.from_pretrained("me/v2").fingerprint() == AutoModel.from_pretrained(second).fingerprint()
     assert "pushed.json" not in hub.files("me/base").keys() | hub.files("me/v2").keys()
-
-
-def test_a_folder_with_another_model_than_was_pushed_keeps_its_own_name(hub: Hub, on_hub: dict[str, str], tmp_path: Path) -> None:
-    first, second = (str(tmp_path / name / "model") for name in ("v1", "v2"))
-    model = build("ridge", on_hub)
-    model.export(first)
-    push(first, "me/v1")
-    shake(model)
-    shutil.copy(tmp_path / "v1" / "model" / "pushed.json", tmp_path)
-    shutil.rmtree(first)
-    model.export(first)
-    shutil.move(tmp_path / "pushed.json", first)
-    METHODS["ridge"].from_encoder("base/clip", old=load_embedder(first).describe_old()).export(second)
-    push(second, "me/v2")
-    assert json.loads(hub.files("me/v2")["config.json"])["old"]["name"] == "v1"
-    assert ModelCard(hub.files("me/v2")["README.md"].decode()).data.to_dict()["compatible_with"][0]["name"] == "v1"
 
 
 def test_a_push_from_a_folder_that_cannot_be_written_to_succeeds(
