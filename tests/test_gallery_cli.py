@@ -21,7 +21,7 @@ from xcompat.core.precision import Autocast
 from xcompat.mapping import fit_map
 from xcompat.models import embedder
 from xcompat.models.embedder import load_checkpoint, load_embedder
-from xcompat.retrieval import Gallery, commands, hit_output
+from xcompat.retrieval import Gallery, commands
 from xcompat.retrieval.originals import load_originals
 
 Run = Callable[..., tuple[int, str, str]]
@@ -206,31 +206,6 @@ def test_a_model_that_would_split_the_gallery_is_refused(
     code, out, _ = run("add", gallery, photos, "--model", compatible_folder, "--replace")
     assert code == 0 and "120 images added" in out
     assert Gallery.open(gallery).versions == [load_embedder(compatible_folder).fingerprint]
-
-
-def test_backfill_stays_within_its_budget_and_goes_on(
-    run: Run, photos: Path, tmp_path: Path, compatible_folder: str, old_folder: str
-) -> None:
-    gallery = tmp_path / "gallery"
-    run("build", photos, "--model", old_folder, "--out", gallery)
-    code, out, _ = run("upgrade", gallery, "--model", compatible_folder, "--backfill", photos, "--budget", 50, "--dry-run")
-    assert code == 0 and "50 of 120 images to embed" in out and "plus time to load the model" in out
-    assert len(Gallery.open(gallery).versions) == 1
-    for done, left in ((50, 70), (50, 20), (20, 0)):
-        code, out, _ = run("upgrade", gallery, "--model", compatible_folder, "--backfill", photos, "--budget", 50)
-        assert code == 0 and f"{done} re-embedded, {left} to go" in out
-        assert run("search", gallery, photos / "0.png", "--model", compatible_folder)[0] == 0
-        if left == 70:
-            words = " ".join(run("info", gallery)[1].split())
-            old = hit_output.short(load_embedder(old_folder).fingerprint)
-            assert f"its own, those of models made compatible with it, those of {old} " in words
-    made = [f"backfill {count} with {load_embedder(compatible_folder).name}" for count in (50, 50, 20)]
-    assert [state.by for state in Gallery.open(gallery).generations()] == ["create", "add", *made]
-    assert Gallery.open(gallery).versions == [load_embedder(compatible_folder).fingerprint] and len(Gallery.open(gallery)) == 120
-    (tmp_path / "elsewhere").mkdir()
-    Image.new("RGB", (9, 9)).save(tmp_path / "elsewhere" / "x.png")
-    code, _, err = run("upgrade", gallery, "--model", compatible_folder, "--backfill", tmp_path / "elsewhere")
-    assert code == 2 and "none of the 1 images is in" in err
 
 
 def test_images_are_embedded_in_the_precision_asked_for(run: Run, photos: Path, tmp_path: Path, old_folder: str) -> None:
