@@ -12,13 +12,11 @@ import torch
 from data_layouts.faces import make_ijbc, make_market1501, make_ms1m
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from schedule import mostly_nightly
 
 from xcompat.core.errors import XcompatError
 from xcompat.core.files import read_json
 from xcompat.core.fingerprint import Fingerprint
 from xcompat.data import LabelledSource, load_labelled
-from xcompat.encoders.scratch import ScratchSource
 from xcompat.evaluation import (
     EmbeddedImages,
     EmbeddedTemplates,
@@ -40,10 +38,9 @@ from xcompat.report.comparison.files import comparison_file
 from xcompat.training.atlas import to_atlas
 from xcompat.training.compare import compare_recipe
 from xcompat.training.dry_run import dry_run_recipe
-from xcompat.training.evaluation_sets import load_test_set
 from xcompat.training.input_checks import check_paths
 from xcompat.training.judged_templates import load_judged_templates
-from xcompat.training.recipe import load_recipe, parse_recipe
+from xcompat.training.recipe import parse_recipe
 from xcompat.training.run import run_recipe
 from xcompat.training.sections import JudgedTemplates
 
@@ -169,20 +166,6 @@ def test_the_interval_of_a_share_of_pairs_is_that_of_drawing_queries_with_their_
     assert bootstrap_interval(values_Q[known_Q], 4000) == pytest.approx(naive, abs=0.004)
 
 
-def test_rates_that_are_equal_are_not_told_apart() -> None:
-    old = random_images("old", 0)
-    criterion = evaluate(EvaluatedModels(old, old), EvaluationOptions(ks=(1,), n_resamples=100, fars=(0.03,))).criterion
-    assert not criterion.backward_compatible and any("tar@far=3e-2" in line for line in criterion.failed)
-
-
-def test_rates_are_of_images_with_classes_and_between_nothing_and_all(market: Path) -> None:
-    raw = {"method": "bct", "old": "o/o", "new": "n/n", "data": {"test": {"path": str(market)}}}
-    with pytest.raises(XcompatError, match=r"evaluation.fars has no effect: neither data.queries nor data.templates"):
-        parse_recipe(raw | {"evaluation": {"fars": [0.1]}}, "demo", "demo.yaml")
-    with pytest.raises(XcompatError, match=r"evaluation.fars.0"):
-        parse_recipe(raw | {"evaluation": {"fars": [0]}}, "demo", "demo.yaml")
-
-
 def raw_recipe(folder: Path, data: dict[str, Any], **training: int) -> dict[str, Any]:
     raw: dict[str, Any] = {
         "output_dir": str(folder / "run"),
@@ -240,8 +223,7 @@ def naive_triplets(features: np.ndarray, labels: list[int], margin: float) -> fl
     return float(np.mean(losses))
 
 
-@pytest.mark.parametrize("margin", [None, 1.0])
-@pytest.mark.parametrize("method", ["independent", "bct", "mixbct"])
+@pytest.mark.parametrize(("method", "margin"), [("independent", None), ("bct", 1.0), ("mixbct", None)])
 def test_triplets_are_added_to_the_classification_loss(
     method: str, margin: float | None, image_folder_of: dict[str, str]
 ) -> None:
@@ -444,37 +426,3 @@ def test_a_recipe_is_judged_on_templates(ijbc: Path, tmp_path: Path, undrawn: No
     dry_run_recipe(recipe)
     with pytest.raises(XcompatError, match="templates of several images, which cannot be exported"):
         to_atlas(tmp_path / "run", tmp_path / "atlas.parquet", 10, 0, overwrite=False)
-
-
-RECIPES = sorted((Path(__file__).resolve().parents[1] / "recipes" / "mixbct").glob("*.yaml"))
-TRIED = ("table_2_open_class_128", "table_7_vit", "table_8_market1501", "table_9_sequence")
-"""Recipes of which no other has all stages alike."""
-
-
-@pytest.fixture(scope="module")
-def data_of_recipes(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("recipes")
-    for name, make in {"ijbc": make_ijbc, "market1501": make_market1501, "ms1m": make_ms1m}.items():
-        make(folder / "data" / name)
-    return folder
-
-
-DAILY_RECIPES = mostly_nightly(RECIPES, lambda file: file.stem not in TRIED or "market" in file.stem)
-
-
-@pytest.mark.parametrize("file", DAILY_RECIPES, ids=lambda file: file.stem)
-def test_recipes_of_mixbct_find_their_data_and_run(
-    file: Path, data_of_recipes: Path, monkeypatch: pytest.MonkeyPatch, undrawn: None
-) -> None:
-    monkeypatch.chdir(data_of_recipes)
-    recipe = load_recipe(file)
-    for stage in recipe.stages:
-        check_paths(stage)
-        assert load_test_set(stage.data) is not None
-    header = [line for line in file.read_text(encoding="utf-8").splitlines() if line.startswith("# ")]
-    rows, published = (sum(line.startswith(f"# {key}: ") for line in header) for key in ("row", "published"))
-    assert rows == published > 0 and any(line.startswith("# paper: mixbct") for line in header)
-    if file.stem in TRIED:
-        small = {"model": TINY, "image_size": 16, "stem": "small"}
-        built = [row for row, stage in enumerate(recipe.stages) if isinstance(stage.new, ScratchSource)]
-        dry_run_recipe(load_recipe(file, [f"stages.{row}.new={small}" for row in built]))

@@ -18,7 +18,7 @@ from xcompat import Fingerprint, XcompatError
 from xcompat.core.checksums import CHECKSUMS
 from xcompat.export import to_onnx
 from xcompat.methods import METHODS, ProcrustesModel
-from xcompat.models import CompatModel, describe_old, indexed_memory, memory_contents, query_memory
+from xcompat.models import CompatModel, describe_old, memory_contents
 from xcompat.models.indexed_memory import IndexedMemory
 from xcompat.models.memory_contents import PairMemoryContents
 from xcompat.models.query_memory import LearnedTransform, QueryMemory
@@ -86,34 +86,6 @@ def test_over_the_nearest_it_is_what_a_loop_over_these_gives() -> None:
     assert F.cosine_similarity(memory.recall(QUERIES), expected).min() > 0.95, "the nearest by 128 of 144 dimensions"
 
 
-def test_the_nearest_are_exact_where_all_dimensions_are_compared_first() -> None:
-    keys, values = F.normalize(torch.from_numpy(KEYS[:, :100]), dim=1), torch.from_numpy(VALUES)
-    memory = IndexedMemory.from_entries(
-        ENTRIES, lambda rows: keys[rows], lambda rows: values[rows], LearnedTransform(100), "SQfp16"
-    )
-    memory.probes, memory.nearest, memory.gate = memory.lists, 7, torch.tensor([0.0, 30.0])
-    assert memory.rest_codes_KB.shape == (ENTRIES, 0)
-    queries = F.normalize(QUERIES[:, :100], dim=1)
-    expected, _ = (queries @ keys.T).topk(7)
-    torch.testing.assert_close(memory.key_cosines(queries).sort(descending=True)[0], expected, atol=2e-3, rtol=0)
-
-
-def test_batches_and_blocks_do_not_change_what_is_recalled(monkeypatch: pytest.MonkeyPatch) -> None:
-    memory, sizes = holding(nearest=20), []
-    at_once, recalled_at_once = memory.recall(QUERIES), memory._recall_block
-    monkeypatch.setattr(query_memory, "_HELD", 2 * 20 * (NEW + OLD))
-    monkeypatch.setattr(memory, "_recall_block", lambda block: sizes.append(len(block)) or recalled_at_once(block))
-    torch.testing.assert_close(memory.recall(QUERIES), at_once)
-    assert sizes == [2, 2, 2, 2, 1]
-
-
-def test_what_is_read_in_blocks_is_encoded_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = holding().state_dict()
-    monkeypatch.setattr(indexed_memory, "_ROWS", 37)
-    parts = holding().state_dict()
-    assert all(torch.equal(whole[name], parts[name]) for name in whole)
-
-
 def wearing(memory: QueryMemory | None, settings: dict[str, Any] | None = None) -> ProcrustesModel:
     old = describe_old(Fingerprint.from_string("old"), OLD)
     model = ProcrustesModel(ProcrustesModel.config_class(old=old, embedding_dim=NEW, memory=settings)).eval()
@@ -137,19 +109,6 @@ def test_a_model_is_saved_and_read_with_every_bit_of_it(tmp_path: Path) -> None:
     assert half.memory.first_codes_KB.dtype == torch.uint8
     torch.testing.assert_close(half.to_space(QUERIES), worn, rtol=0, atol=0.1)
     torch.testing.assert_close(again.half().to_space(QUERIES), worn, rtol=0, atol=0.02)
-
-
-def test_other_codes_in_the_same_tensors_are_noticed() -> None:
-    memory, other = holding(), holding(keys=unit(ENTRIES, NEW, 9))
-    assert not torch.allclose(memory.recall(QUERIES), other.recall(QUERIES), atol=0.05)
-    memory.load_state_dict(other.state_dict())
-    torch.testing.assert_close(memory.recall(QUERIES), other.recall(QUERIES), rtol=0, atol=0)
-
-
-def test_of_the_metric_alone_no_entry_is_left() -> None:
-    alone = holding().without_entries()
-    assert type(alone) is QueryMemory and alone.settings["entries"] == 0
-    torch.testing.assert_close(alone(QUERIES, torch.from_numpy(VALUES[:9])), torch.from_numpy(VALUES[:9]))
 
 
 DAMAGE = {
