@@ -21,13 +21,11 @@ from PIL import Image
 from rich.console import Console
 from test_compare import make_contenders
 from test_report import make_content
-from torch._utils import ExceptionWrapper
 
 from xcompat import Fingerprint, XcompatError
 from xcompat.core import failures
 from xcompat.core.errors import visible
 from xcompat.core.markdown import as_block, as_code, as_text
-from xcompat.core.progress import literal
 from xcompat.evaluation import Criterion, Difference, EmbeddedImages
 from xcompat.evaluation.cases import TEXT_TO_TEXT
 from xcompat.hub.card import ModelFacts, RunFacts, model_card
@@ -200,25 +198,6 @@ def test_what_stops_a_command_is_one_line_whatever_it_names(name: str) -> None:
         assert line is not None and len(f"({line})".splitlines()) == 1 and visible(line) == line
     assert failures.explain(nested) == str(nested) == f"data.test: {damaged}", "spelled out once"
     assert name.isprintable() <= (name in str(damaged))
-
-
-def test_an_error_of_a_worker_is_shown_without_its_traceback() -> None:
-    def fail() -> None:
-        raise XcompatError("a\nb.png is damaged; mend it")
-
-    with pytest.raises(XcompatError) as caught:
-        fail()
-    wrapper = ExceptionWrapper((type(caught.value), caught.value, caught.tb), "in DataLoader worker process 0")
-    with pytest.raises(XcompatError) as again:
-        wrapper.reraise()
-    assert failures.explain(again.value) == r"a\nb.png is damaged; mend it"
-
-
-@given(name=hostile)
-def test_what_is_literal_is_shown(name: str) -> None:
-    for text in (literal(name), f"[bold]{literal(name)}[/]"):
-        shown = printed(lambda console, text=text: console.print(text, soft_wrap=True))
-        assert shown.split() == visible(name).split()
 
 
 def comparison_of(folder: Path, name: str) -> Comparison:

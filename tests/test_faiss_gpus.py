@@ -8,11 +8,8 @@ from typing import Any
 import faiss
 import numpy as np
 import pytest
-import torch
 from schedule import mostly_nightly
 
-from xcompat.models.indexed_memory import IndexedMemory
-from xcompat.models.query_memory import LearnedTransform
 from xcompat.retrieval import faiss_building, faiss_index
 from xcompat.retrieval.faiss_building import build_faiss
 from xcompat.retrieval.faiss_index import FaissIndex, write_faiss
@@ -128,20 +125,6 @@ def test_new_parameters_reach_the_gpus(copied: list[str]) -> None:
     index.set_parameters("nprobe=16")
     assert np.array_equal(index.search(QUERIES, 5)[1], exact)
     assert copied == ["IndexIVFFlat"] * 2
-
-
-def remembered() -> dict[str, Any]:
-    tensors = [torch.from_numpy(STORED), torch.from_numpy(STORED[::-1].copy())]
-    memory = IndexedMemory.from_entries(ROWS, *(lambda rows, of=of: of[rows] for of in tensors), LearnedTransform(DIM), "SQ8")
-    return dict(memory.named_buffers())
-
-
-def test_a_memory_made_with_gpus_is_the_same(request: pytest.FixtureRequest) -> None:
-    alone = remembered()
-    copied: list[str] = request.getfixturevalue("copied")
-    for name, tensor in remembered().items():
-        assert torch.equal(tensor, alone[name]), name
-    assert copied == ["IndexFlat"]
 
 
 @pytest.mark.parametrize(("left", "said"), [(object(), 1), (None, 0)], ids=["overwritten", "alone"])

@@ -142,12 +142,6 @@ def test_names_of_this_machine_are_refused(host: str) -> None:
         fetch(f"http://{host}:9/shoe.png")
 
 
-@pytest.mark.parametrize("port", ["99999", "0", "-1", "x", "9@10.0.0.1:9"])
-def test_ports_that_are_none(port: str) -> None:
-    with pytest.raises(UnusableSampleError, match="invalid address|not a public address"):
-        fetch(f"http://127.0.0.1:{port}/shoe.png", allow_private_addresses="@" not in port)
-
-
 def test_one_private_address_among_public_ones_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 80)) for address in ("1.1.1.1", "10.0.0.1")]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
