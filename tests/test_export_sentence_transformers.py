@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from PIL import Image
 from schedule import mostly_nightly
 from sentence_transformers import SentenceTransformer
 
-from xcompat import Fingerprint, XcompatError, cli
+from xcompat import Fingerprint, XcompatError
 from xcompat.data.images import open_image
 from xcompat.export import sentence_builtin, to_sentence_transformers
 from xcompat.export.sentence_module import CompatModule
@@ -183,16 +183,12 @@ def test_command_line(
     says: str,
     folder_of: dict[str, str],
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    run_xcompat: Callable[..., tuple[int, str, str]],
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "400")
     METHODS["xbt"].from_encoder(folder_of["clip"], old=OLD, adapters=adapters).export(tmp_path / "run" / "model")
-    arguments = ["export", "sentence-transformers", str(tmp_path / "run"), "--out", str(tmp_path / "out"), "--space", "own"]
-    monkeypatch.setattr(sys, "argv", ["xcompat", *arguments])
-    with pytest.raises(SystemExit) as stop:
-        cli.main()
-    assert not stop.value.code and says in capsys.readouterr().out
+    command = ("export", "sentence-transformers", tmp_path / "run", "--out", tmp_path / "out", "--space", "own")
+    code, out, _ = run_xcompat(*command)
+    assert code == 0 and says in out
     sentences = SentenceTransformer(str(tmp_path / "out"), trust_remote_code=adapters is not None, device="cpu")
     assert sentences.get_embedding_dimension() == 16
 
