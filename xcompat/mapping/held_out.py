@@ -393,7 +393,8 @@ class HeldOutClasses(RerankableSplit):
         self.learned_rows = [fold.fit_F for fold in self.folds]
         self._in_stored: dict[tuple[int, str], LabelledPairs] = {}  # all candidates search the same stored embeddings
         super().__init__(lines, seed)
-        new, old = (all(differ) for differ in zip(*(each.differ() for each in self.known), strict=True))
+        differ = map_over_cores(CandidateParts.differ, self.known, CPU)
+        new, old = (all(each) for each in zip(*differ, strict=True))
         if self.powers and not old:
             self.powers = ()
             self.left_out += (f"No learned transform is tried: old {_ALIKE}",)
