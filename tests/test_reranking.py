@@ -333,6 +333,7 @@ def test_ids_with_the_same_row_number_are_told_apart(tmp_path: Path, monkeypatch
     assert kept.get(["a"], 0).keys() == {"a"} and not kept.get(["b"], 0) and not kept.known_ids(["b"], 0)
     kept.put({"b": np.zeros(2, np.float32)}, 0)
     assert kept.get(["b"], 0).keys() == {"b"} and not kept.get(["a"], 0)
+    assert kept.get(["b", "a"], 0).keys() == kept.known_ids(["b", "a"], 0) == {"b"}
 
 
 def test_interrupted_write_leaves_nothing_of_itself(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sqlite3
+import struct
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -23,12 +24,14 @@ FOLDER = "new_embeddings"
 SCHEMA = 1
 LOCK_SECONDS, LOCK_POLL_SECONDS = 10.0, 0.01
 """Longest wait for another writing process, and time between attempts."""
-CACHED_KIB = 65_536
-"""Pages in memory, in KiB: the inner pages of large files, beyond those that SQLite maps."""
+CACHED_KIB = 8_192
+"""Pages in memory, in KiB: the inner pages of large files, beyond those that SQLite maps. More is slower until it is full."""
 PER_STATEMENT = 500
 """Ids per statement; old SQLite versions take at most 999 values."""
 PRUNED_SHARE = 0.1
 """Share of the oldest embeddings to delete when the file reaches its limit."""
+_DIGEST = struct.Struct(">q8s")
+"""Row number, and the rest of an id's hash."""
 _VALID = "embedding IS NOT NULL AND valid_from <= ? AND made >= ?"
 _TABLES = f"""
 CREATE TABLE about (model TEXT NOT NULL, dim INTEGER NOT NULL);
@@ -115,33 +118,33 @@ class NewEmbeddings:
         Returns:
             Id -> (D,) float32, without damaged embeddings.
         """
+        size = 4 * self.dim
+        names, rows = self._select("embedding, checksum", ids, generation)
         found = {
-            name: embedding
-            for name, embedding, checksum in self._select("embedding, checksum", ids, generation)
-            if len(embedding) == 4 * self.dim and xxhash.xxh3_64_digest(embedding) == checksum
+            names[key, rest]: embedding
+            for key, rest, embedding, checksum in rows
+            if (key, rest) in names and len(embedding) == size and xxhash.xxh3_64_digest(embedding) == checksum
         }
         embeds_ND = np.frombuffer(b"".join(found.values()), "<f4").reshape(len(found), self.dim)
         return dict(zip(found, embeds_ND, strict=True))
 
     def known_ids(self, ids: Sequence[str], generation: int) -> set[str]:
         """Return the ids with a valid embedding; arguments as in :meth:`get`."""
-        return {name for name, _ in self._select("made", ids, generation)}
+        names, rows = self._select("made", ids, generation)
+        return {names[key, rest] for key, rest, _ in rows if (key, rest) in names}
 
-    def _select(self, columns: str, ids: Sequence[str], generation: int) -> Iterator[tuple[Any, ...]]:
-        """Yield the ids with a valid embedding, each with some columns."""
-        names = {}
-        for name in ids:
-            key, rest = _hash(name)
-            names[key] = rest, name
-        keys = [*names]
+    def _select(
+        self, columns: str, ids: Sequence[str], generation: int
+    ) -> tuple[dict[tuple[int, bytes], str], list[tuple[Any, ...]]]:
+        """Return hash -> id, and rows with a valid embedding: both parts of the hash, then the columns."""
+        names, rows = {_hash(name): name for name in ids}, list[tuple[Any, ...]]()
+        keys = [key for key, _ in names]
         with self._reading() as connection:
             for start in range(0, len(keys), PER_STATEMENT):
                 part = keys[start : start + PER_STATEMENT]
                 found = connection.execute(_statement(columns, len(part)), (*part, generation, self._oldest))
-                for key, rest, *values in found.fetchall():  # at once: each row alone costs a call
-                    known, name = names[key]
-                    if rest == known:
-                        yield name, *values
+                rows += found.fetchall()  # at once: each row alone costs a call
+        return names, rows
 
     @property
     def _oldest(self) -> float:
@@ -259,8 +262,9 @@ def _all_files(gallery: Path) -> Iterator[sqlite3.Connection]:
 
 @functools.cache
 def _statement(columns: str, count: int) -> str:
-    """Return the SQL that selects columns of valid items."""
-    return f"SELECT id, rest, {columns} FROM items WHERE id IN ({', '.join('?' * count)}) AND {_VALID}"
+    """Return the SQL that selects columns of valid items. ``IN`` would be slower: SQLite sorts its values into a table."""
+    keys = ", ".join(["(?)"] * count)
+    return f"WITH keys(key) AS (VALUES {keys}) SELECT id, rest, {columns} FROM keys CROSS JOIN items ON id = key WHERE {_VALID}"
 
 
 def _connect(path: Path) -> sqlite3.Connection:
@@ -306,5 +310,5 @@ def _transaction(connection: sqlite3.Connection) -> Iterator[None]:
 
 def _hash(name: str) -> tuple[int, bytes]:
     """Return a name's row number and the rest of its hash."""
-    digest = xxhash.xxh3_128_digest(name.encode("utf-8", "surrogatepass"))
-    return int.from_bytes(digest[:8], "big", signed=True), digest[8:]
+    key, rest = _DIGEST.unpack(xxhash.xxh3_128_digest(name.encode("utf-8", "surrogatepass")))
+    return key, rest
