@@ -353,9 +353,7 @@ def evaluate(
     old: Annotated[str | None, typer.Option(help="Old model, or a folder with embeddings by the old model (.npy).")] = None,
     new: Annotated[Path | None, typer.Option(help="Folder with new embeddings mapped to the old space.")] = None,
     new_own: Annotated[Path | None, typer.Option(help="Folder with embeddings by the new model, before any map.")] = None,
-    independent: Annotated[
-        Path | None, typer.Option(help="Folder with embeddings of the new model before compatibility training.")
-    ] = None,
+    independent: Annotated[Path | None, typer.Option(help="Folder with embeddings by the new model before training.")] = None,
     qrels: Annotated[Path | None, typer.Option(help="Relevance judgements for --old and --new, in TREC or BEIR format.")] = None,
     by_map: Annotated[
         Path | None, typer.Option("--map", help="Map to apply to --new, which then contains embeddings by the new model.")
@@ -369,8 +367,7 @@ def evaluate(
     """Evaluate a recipe, a checkpoint, or folders of embeddings, and write a report.
 
     For a checkpoint, KEY=VALUE describes the images of --data. caption_column=NAME: images with captions. label_column=NAME,
-    classes=FILE or class_column=NAME: images with classes. gallery=PATH: gallery images.
-    Without gallery, the test images search each other.
+    classes=FILE or class_column=NAME: images with classes. gallery=PATH: gallery images, by default the test images.
 
     Folders of embeddings are judged by --qrels, captions, the ids of queries, or labels.txt. Otherwise the report contains the
     agreement with the new model.
@@ -382,9 +379,7 @@ def evaluate(
     kind = target_kind(target, overrides or [], named)
     if new is not None and old is not None:
         place = output or Path("runs/evaluation")
-        evidence = require_folders(judged_folders(Path(old), new, new_own, independent, by_map), qrels, place)
-        if require_compatible and evidence.kind == "agreement":
-            raise XcompatError(f"--require-compatible needs classes, captions or judgements of {old}; add them, or remove it")
+        require_folders(judged_folders(Path(old), new, new_own, independent, by_map), qrels, place, require_compatible)
         announce_loading(by_map)
         from xcompat.training.evaluate_command import evaluate_embeddings, evaluation_settings
         from xcompat.vectors.checks import BAD_SHARE

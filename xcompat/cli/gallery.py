@@ -196,7 +196,6 @@ def search(
 
     argument_checks.require_reranking(rerank, originals, rerank_with, rerank_budget, record_demand)
     argument_checks.require_one_search(query, queries, json and csv, fallback_below is not None and not fallback)
-    argument_checks.require_query_files(query, queries)
     if is_address(gallery):
         argument_checks.require_of_stores(bool(fallback) or group_by is not None, where or [])
     require_ids_of_index(gallery, ids)
@@ -204,8 +203,7 @@ def search(
         opened = None if is_index(gallery) else open_searched(gallery)
         argument_checks.require_named(model)
         read = load_originals(originals, {}) if originals else None
-        if opened is None:
-            require_index_ids(gallery, ids, read)
+        require_index_ids(gallery, ids, read)
         announce_loading(model, fallback, rerank_with)
         from xcompat.retrieval.hit_output import make_printer
         from xcompat.retrieval.query_sources import load_queries_and_model
@@ -213,8 +211,7 @@ def search(
         restrict(opened, where or [])
         versions = _versions_of(opened) if opened is not None else ()
         typed, source = load_queries_and_model(query, queries, model, versions, fallback, embed_with, max_bad_share)
-        if opened is None:
-            opened = open_index(gallery, source, ids, read)
+        opened = open_index(gallery, source, ids, read) if opened is None else opened
         old = load_old_model(typed, source, fallback, fallback_below)
         reranker = load_reranker(source, rerank, read, rerank_with, rerank_budget, record_demand)
         show = make_printer("json" if json else "csv" if csv else "table", group_by, queries is not None, fields or [])

@@ -71,11 +71,12 @@ def require_ids_of_index(place: str, ids: Path | None) -> None:
         raise XcompatError(f"--ids gives the ids of a faiss index, but {place} is not a faiss index; remove --ids")
 
 
-def require_index_ids(index: str, ids: Path | None, originals: Originals | None) -> None:
-    """Raise if a faiss index, its ids and the originals do not fit together."""
-    from xcompat.retrieval import index_gallery
+def require_index_ids(place: str, ids: Path | None, originals: Originals | None) -> None:
+    """Raise if the place is a faiss index, and its ids and the originals do not fit together."""
+    if is_index(place):
+        from xcompat.retrieval import index_gallery
 
-    index_gallery.require_ids(Path(index), ids, originals)
+        index_gallery.require_ids(Path(place), ids, originals)
 
 
 def open_index(index: str, source: QuerySource, ids: Path | None, originals: Originals | None) -> Gallery:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
+from xcompat.core.arrays import read_lines
 from xcompat.core.errors import XcompatError
 from xcompat.data import LabelledSource, load_labelled
 from xcompat.data.ids import match_file_names
@@ -15,7 +16,6 @@ from xcompat.data.schema import IMAGE_COLUMNS, LABEL_COLUMNS, is_blank, pick_col
 from xcompat.data.sources import TEXT_SUFFIXES, has_suffix
 from xcompat.data.table_rows import ROW_SUFFIXES, read_rows
 from xcompat.data.texts import ID_COLUMNS
-from xcompat.mapping.sides import read_labels
 
 
 @dataclass(frozen=True)
@@ -84,6 +84,21 @@ def read_item_labels(path: Path) -> ItemLabels:
         return _read_table(path)
     images = load_labelled(LabelledSource(path=str(path)))
     return ItemLabels(path, list(images.class_names()), list(images.dataset["id"]))
+
+
+def read_labels(file: Path) -> list[str]:
+    """Return the class on each line of a file.
+
+    Raises:
+        XcompatError: a line is blank.
+    """
+    labels = read_lines(file)
+    if blank := [number for number, label in enumerate(labels, 1) if not label.strip()]:
+        raise XcompatError(
+            f"{file}: {len(blank):,} of {len(labels):,} lines are blank, first line {blank[0]:,}; give each image a class, "
+            "or remove images without one"
+        )
+    return labels
 
 
 def _read_table(path: Path) -> ItemLabels:

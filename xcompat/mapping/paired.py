@@ -281,9 +281,9 @@ def load_paired(
         raise XcompatError(f"{bare} has rows without ids, but the other side has ids; give two .npy files, or two folders")
     old_sides, new_sides = _of_one_kind(old_sides, new_sides), _of_one_kind(new_sides, old_sides)
     kinds = _common_kinds(old, new, old_sides, new_sides)
+    if reading.labels is not None and len(kinds) > 1:
+        raise XcompatError(f"--labels does not work with {kinds[1]} embeddings in {old} and {new}; remove one of them")
     if reading.labels is not None:
-        if len(kinds) > 1:
-            raise XcompatError(f"--labels does not work with {kinds[1]} embeddings in {old} and {new}; remove one of them")
         old_sides[kinds[0]] = old_sides[kinds[0]].with_labels(read_item_labels(reading.labels))
     paired = {kind: _pair_items(old_sides[kind], new_sides[kind]) for kind in kinds}
     notes = [
@@ -302,12 +302,8 @@ def load_paired(
     if images.labels_N is not None:
         raise XcompatError(f"{old} and {new} have classes ({LABELS}) and captions; remove {LABELS}, or the {kinds[1]} files")
     image_groups_N, text_groups_M = number_groups(image_ids, text_ids, list(map(str, range(len(text_ids)))))
-    return CaptionedEmbeddings.join_complete(
-        replace(images, labels_N=image_groups_N),
-        replace(texts, labels_N=text_groups_M),
-        (*images.notes, *texts.notes),
-        are_questions,
-    )
+    images, texts = replace(images, labels_N=image_groups_N), replace(texts, labels_N=text_groups_M)
+    return CaptionedEmbeddings.join_complete(images, texts, (*images.notes, *texts.notes), are_questions)
 
 
 def _common_kinds(old: Place, new: Place, old_sides: dict[str, Side], new_sides: dict[str, Side]) -> list[str]:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,12 +15,10 @@ from xcompat.core.arrays import read_lines
 from xcompat.core.errors import XcompatError
 from xcompat.core.files import files_below
 from xcompat.mapping.indexes import Place, Reading, StoreAddress, is_gallery, is_index, read_gallery, read_index, read_store
+from xcompat.mapping.item_labels import ItemLabels, read_labels
 from xcompat.vectors import Vectors, check_rows, read_vectors
 from xcompat.vectors.checks import BAD_SHARE, require_floats
 from xcompat.vectors.formats import EMBEDDING_COLUMNS, ID, READABLE, SUFFIXES, is_table, steps_beside, stored_at
-
-if TYPE_CHECKING:
-    from xcompat.mapping.item_labels import ItemLabels
 
 KINDS = ("image", "text", "query")
 """Kinds of items in a folder. If there are two, the second kind searches the first."""
@@ -169,21 +167,6 @@ def side_files(path: Place) -> list[Path]:
     places = [*places, path / LABELS] if kinds else [path]
     places += [file for place in places for file in steps_beside(place)]
     return [file for place in places for file in (files_below(place) if place.is_dir() else [place]) if file.is_file()]
-
-
-def read_labels(file: Path) -> list[str]:
-    """Return the class on each line of a file.
-
-    Raises:
-        XcompatError: a line is blank.
-    """
-    labels = read_lines(file)
-    if blank := [number for number, label in enumerate(labels, 1) if not label.strip()]:
-        raise XcompatError(
-            f"{file}: {len(blank):,} of {len(labels):,} lines are blank, first line {blank[0]:,}; give each image a class, "
-            "or remove images without one"
-        )
-    return labels
 
 
 def note_unlabelled(labels: Sequence[str | None], path: Path) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from xcompat.encoders.model_files import is_xcompat_model
 
 
 def require_one_search(query: str | None, queries: str | None, two_forms: bool, lacks_fallback: bool) -> None:
-    """Raise unless a search has a single kind of query and a single output format.
+    """Raise unless a search has a single kind of query, which exists, and a single output format.
 
     Args:
         query: a single query.
@@ -29,6 +29,10 @@ def require_one_search(query: str | None, queries: str | None, two_forms: bool, 
         raise XcompatError("give one query, or many with --queries" + ("" if query is None else ": not both"))
     if two_forms:
         raise XcompatError("--json and --csv are two forms of the same result; remove --json or --csv")
+    if query is not None and has_suffix(query, IMAGE_SUFFIXES) and not is_file(query):
+        raise XcompatError(f"there is no image {query}; {nearest_path(query)}")
+    if queries is not None:
+        local_files(queries)
 
 
 def require_reranking(
@@ -61,14 +65,6 @@ def require_of_stores(of_galleries: bool, where: list[str]) -> None:
         raise XcompatError("--fallback and --group-by work with galleries only, not with stores")
     if len(where) > 1:
         raise XcompatError("a store takes one condition in its own query language; use --where only once")
-
-
-def require_query_files(query: str | None, queries: str | None) -> None:
-    """Raise if an image or a query source does not exist."""
-    if query is not None and has_suffix(query, IMAGE_SUFFIXES) and not is_file(query):
-        raise XcompatError(f"there is no image {query}; {nearest_path(query)}")
-    if queries is not None:
-        local_files(queries)
 
 
 def require_named(model: str) -> None:

@@ -206,8 +206,7 @@ def start(
         batch: rows per transaction.
         rows_per_second: write limit, or None.
         dtype: ``float32`` or ``float16``.
-        max_bad_share: maximum share of rows without a usable vector (missing, zero, not finite or badly padded). Default
-            :data:`MAX_BAD_SHARE`, or the first call's value.
+        max_bad_share: maximum share of rows without a usable vector, default :data:`MAX_BAD_SHARE` or the first call's value.
         budget: maximum number of rows to fill in this call, or None. With 0, only re-ranked searches fill the space.
         spread: executor to use for the model. Only this process reads and writes.
 
@@ -263,12 +262,7 @@ def _write_block(store: Store, mapping: AnyVectorSource, migration: Migration, r
 
 
 def _fill(
-    store: Store,
-    mapping: AnyVectorSource,
-    migration: Migration,
-    batch: int,
-    rows_per_second: float | None,
-    spread: Executor = run_locally,
+    store: Store, mapping: AnyVectorSource, migration: Migration, batch: int, rows_per_second: float | None, spread: Executor
 ) -> None:
     """Write all missing vectors, round after round."""
     total = store.count(store.space)
@@ -298,8 +292,8 @@ def _fill(
 
 def _skip(migration: Migration, unusable: dict[str, str]) -> None:
     migration.skipped += len(unusable)
-    named = dict.fromkeys([*migration.named, *(f"{item!r} {reason}" for item, reason in unusable.items())])
-    migration.named = list(named)[:SHOWN]
+    named = [f"{item!r} {reason}" for item, reason in unusable.items()]
+    migration.named = list(dict.fromkeys([*migration.named, *named]))[:SHOWN]
 
 
 def _require_few(store: Store, bad: int, total: int, share: float, named: str) -> None:
@@ -404,7 +398,7 @@ def switch(store: Store, mapping: AnyVectorSource) -> Migration:
         store.finish_switch()  # after a killed rollback
         if migration.state == "filling":
             _require_filled(store, migration)
-            _fill(store, mapping, migration, BATCH, None)
+            _fill(store, mapping, migration, BATCH, None, run_locally)
             _require_verified(store, mapping, migration)
             with store.exclusive():
                 left = _catch_up(store, mapping, migration, migration.space, migration.into)
@@ -481,10 +475,7 @@ def rollback(store: Store, can_delete: bool = True) -> tuple[Migration, int]:
         migration = migration_of(store)
         if migration.state == "filling":
             if not can_delete:
-                raise XcompatError(
-                    f"{store.uri} has no switch to undo: rollback would delete the new vectors, {migration.into}; confirm with "
-                    "--yes"
-                )
+                raise XcompatError(f"{store.uri} has no switch to undo, so this deletes {migration.into}; confirm with --yes")
             _drop(store, migration.into)
             return migration, 0
         lost = store.count(migration.space, migration.before) if migration.before in store.spaces() else 0

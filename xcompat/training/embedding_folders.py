@@ -178,13 +178,14 @@ def read_ids(folder: Path, kind: str) -> list[str]:
     return (read_vectors(place).ids or []) if place is not None and is_table(place) else []
 
 
-def require_folders(folders: Mapping[str, Path | None], qrels: Path | None, output: Path) -> Evidence:
-    """Return the evidence, and raise if a folder lacks embeddings or ids.
+def require_folders(folders: Mapping[str, Path | None], qrels: Path | None, output: Path, needs_relevance: bool) -> None:
+    """Raise if a folder lacks embeddings or ids, or relevant hits are needed and unknown.
 
     Args:
         folders: by role, as in :func:`~xcompat.training.evaluate_command.evaluate_embeddings`.
         qrels: judgements, if any.
         output: report folder.
+        needs_relevance: whether ``--require-compatible`` is set.
 
     Raises:
         XcompatError: a file is missing.
@@ -192,7 +193,9 @@ def require_folders(folders: Mapping[str, Path | None], qrels: Path | None, outp
     require_output(output)
     if qrels is not None:
         require_qrels(str(qrels))
-    return choose_evidence(folders, qrels)
+    if choose_evidence(folders, qrels).kind == "agreement" and needs_relevance:
+        old = folders["old"]
+        raise XcompatError(f"--require-compatible needs classes, captions or judgements of {old}; add them, or remove it")
 
 
 def require_files(folder: Path, kinds: Sequence[str]) -> None:

@@ -18,7 +18,8 @@ from xcompat.evaluation import EmbeddedImages, EmbeddedPairs, EmbeddedTexts
 from xcompat.evaluation.cases import IMAGE_TO_IMAGE, TEXT_TO_TEXT
 from xcompat.evaluation.graded import Qrels
 from xcompat.mapping.folds import HELD_OUT, NEIGHBOURS, QUERIES
-from xcompat.mapping.sides import LABELS, read_labels
+from xcompat.mapping.item_labels import read_labels
+from xcompat.mapping.sides import LABELS
 from xcompat.training.embedding_folders import Evidence, read_ids, require_files
 from xcompat.training.item_embeddings import read_embeddings
 from xcompat.vectors.checks import BAD_SHARE
