@@ -4,8 +4,9 @@
 
 Prints Markdown, a table for each kind of protocol: of what was run here, and of what docs/results/leaderboard keeps of the other
 protocols. With --write it keeps what was run here too and puts the tables into docs/results/leaderboard.md; a table with a
-protocol that is neither run nor kept stays as it is. A method of your own enters by a file with one stage: `xcompat compare
-recipes/bench --stage mine.yaml`, then the same command; embeddings alone enter as benchmarks/entry.py says.
+protocol that is neither run nor kept stays as it is. --write --add keeps the rows of methods that were not run this time. You can
+enter your own method by a file with one stage: `xcompat compare recipes/bench --stage mine.yaml`, then the same command.
+Embeddings alone enter as benchmarks/entry.py says.
 """
 
 from __future__ import annotations
@@ -119,7 +120,20 @@ def require_no_loss(name: str, now: dict[str, Any], before: dict[str, Any]) -> N
     lost = [f"seed {seed}" for seed in before["seeds"] if seed not in now["seeds"]]
     lost += sorted({row["name"] for row in before["rows"]} - {row["name"] for row in now["rows"]})
     if lost:
-        raise SystemExit(f"{name}: {', '.join(lost)} would be lost; run them too, or delete {KEPT / name}.json")
+        ways = f"run them too, use --add for methods, or delete {KEPT / name}.json"
+        raise SystemExit(f"{name}: {', '.join(lost)} would be lost; {ways}")
+
+
+def add_rows(name: str, now: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
+    """Return a protocol's kept results with the rows of a run of some methods; kept rows of the same names are replaced.
+
+    Raises:
+        SystemExit: the run has other seeds or another test set.
+    """
+    if differs := [key for key in ("seeds", "test") if now[key] != before[key]]:
+        raise SystemExit(f"{name}: cannot add rows with other {' and '.join(differs)} than in {KEPT / name}.json")
+    names = {row["name"] for row in now["rows"]}
+    return before | {"rows": [*(row for row in before["rows"] if row["name"] not in names), *now["rows"]]}
 
 
 def entry(place: Path, protocol: Path) -> dict[str, Any]:
@@ -192,9 +206,11 @@ def _line(name: str, found: dict[str, dict[str, Any]]) -> tuple[tuple[float, flo
     return (compatible / max(runs, 1), sum(gains) / max(len(gains), 1)), f"| {' | '.join(shown)} |"
 
 
-def main(folder: Path = Path("runs/bench"), write: bool = False) -> None:
+def main(folder: Path = Path("runs/bench"), write: bool = False, add: bool = False) -> None:
     """Print the leaderboard, or write it into its page."""
     before, now = kept(), studies(folder)
+    if add:
+        now |= {name: add_rows(name, now[name], before[name]) for name in now.keys() & before.keys()}
     if not now and (write or not before):
         raise SystemExit(f"{folder} holds no comparison; run xcompat compare recipes/bench first")
     if unknown := sorted(now.keys() - {name for names in TABLES.values() for name in names}):

@@ -704,9 +704,19 @@ def test_the_leaderboard_is_what_the_comparisons_say(
     write_comparison(runs / "classes", compare("classes", fewer, RESAMPLES))
     save_a_report(runs / "classes", contenders)
     lost = f"seed 1, seed 2, {contenders[0].name}"
-    with pytest.raises(SystemExit, match=f"classes: {lost} would be lost; run them too, or delete .*classes.json"):
+    with pytest.raises(SystemExit, match=f"classes: {lost} would be lost; run them too, use --add .*classes.json"):
         leaderboard.main(runs, write=True)
+    with pytest.raises(SystemExit, match=r"classes: cannot add rows with other seeds than in .*classes\.json"):
+        leaderboard.main(runs, write=True, add=True)
     assert page.read_text() == written
+
+    # one method alone, run again with all seeds: its row is replaced, and the others stay
+    again = replace(contenders[1], reports=contenders[2].reports)
+    write_comparison(runs / "classes", compare("classes", [again], RESAMPLES))
+    leaderboard.main(runs, write=True, add=True)
+    before, after = found["classes"]["rows"], {row["name"]: row for row in leaderboard.kept()["classes"]["rows"]}
+    assert len(after) == len(before) and after[contenders[0].name] == before[0]
+    assert after[again.name]["gain"] == after[contenders[2].name]["gain"] != before[1]["gain"]
 
 
 def save_a_report(protocol: Path, contenders: list[EvaluatedMethod]) -> None:
