@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from threadpoolctl import threadpool_limits
 from typing_extensions import override
 
 from xcompat.core.arrays import copy_rows, normalise_rows
@@ -368,7 +369,8 @@ class RerankableSplit(ValidationSplit):
     def _search_folds(self, asked: Queries, searched: Queries) -> list[FoldSearch]:
         """Return the searches of all folds; each core maps a fold's queries, and only it uses the fold's parts."""
         folds = range(len(self.learned_rows))
-        return [*chain.from_iterable(map_over_cores(lambda fold: [*self.searches_of(fold, asked, searched)], folds, CPU))]
+        with threadpool_limits(1, user_api="blas"):  # NumPy's threads would compete with those of the folds
+            return [*chain.from_iterable(map_over_cores(lambda fold: [*self.searches_of(fold, asked, searched)], folds, CPU))]
 
     @abstractmethod
     def searches_of(self, fold: int, asked: Queries, searched: Queries) -> Iterator[FoldSearch]:
