@@ -3,8 +3,8 @@
     python benchmarks/studies/half_precision.py [--items 2000]
 
 Needs ../shared/data and ../shared/models, and the text models that the quickstart of texts downloads. Prints the table of
-docs/half_precision.md. Photos find photos of their class, captions find the other four of their photo. Autocast runs on a CPU,
-which can take ten minutes.
+docs/half_precision.md: results in float32, and their changes for the same queries with 95 % intervals. Photos find photos of
+their class, captions find the other four of their photo. Autocast runs on a CPU, which can take ten minutes.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import texts_tasks
@@ -59,12 +60,33 @@ def captions(count: int) -> Case:
     return f"{TEXT_MODEL}, {len(texts):,} captions", lambda each: embed_in_memory(each, texts), model, owners
 
 
-def measure(queries_QD: Floats, gallery_ND: Floats, labels_N: NDArray[np.str_]) -> tuple[float, float]:
-    """Return CMC@1 and mAP in percent; an item does not find itself."""
+class Found(NamedTuple):
+    """Results of queries in percent; an item does not find itself.
+
+    Args:
+        first_Q: 100 where the first hit counts, else 0.
+        precision_Q: average precision.
+    """
+
+    first_Q: NDArray[np.float64]
+    precision_Q: NDArray[np.float64]
+
+    def __str__(self) -> str:
+        """Return CMC@1 and mAP."""
+        return f"{self.first_Q.mean():.2f} / {self.precision_Q.mean():.2f}"
+
+    def describe_change(self, before: Found) -> str:
+        """Return the differences for the same queries, with 95 % intervals."""
+        changes = self.first_Q - before.first_Q, self.precision_Q - before.precision_Q
+        return " / ".join(f"{each.mean():+.2f} ± {1.96 * each.std() / len(each) ** 0.5:.2f}" for each in changes)
+
+
+def search(queries_QD: Floats, gallery_ND: Floats, labels_N: NDArray[np.str_]) -> Found:
+    """Search with each item that has another one of its class."""
     rows = range(len(labels_N))
     ranked = ranking_per_query(queries_QD, gallery_ND, labels_N, labels_N, rows, rows)
     has_match_Q = ranked.first_hit_ranks_Q >= 0
-    return 100 * float((ranked.first_hit_ranks_Q[has_match_Q] == 0).mean()), 100 * float(np.nanmean(ranked.average_precision_Q))
+    return Found(100.0 * (ranked.first_hit_ranks_Q[has_match_Q] == 0), 100 * ranked.average_precision_Q[has_match_Q])
 
 
 def main(items: int = 2000) -> None:
@@ -74,9 +96,9 @@ def main(items: int = 2000) -> None:
     for name, embed, model, labels_N in (load(items) for load in (photos, captions)):
         exact_ND, half_ND = embed(model), embed(replace(model, autocast=torch.bfloat16))
         cosines_N = (exact_ND * half_ND).sum(axis=1)
-        pairs = ((exact_ND, exact_ND), (half_ND, half_ND), (half_ND, exact_ND))
-        cells = (f"{cmc:.2f} / {mean:.2f}" for cmc, mean in (measure(*pair, labels_N) for pair in pairs))
-        console.print(f"| {name} | {cosines_N.mean():.4f} / {cosines_N.min():.4f} | {' | '.join(cells)} |")
+        exact = search(exact_ND, exact_ND, labels_N)
+        changes = (search(half_ND, gallery_ND, labels_N).describe_change(exact) for gallery_ND in (half_ND, exact_ND))
+        console.print(f"| {name} | {cosines_N.mean():.4f} / {cosines_N.min():.4f} | {exact} | {' | '.join(changes)} |")
 
 
 if __name__ == "__main__":
