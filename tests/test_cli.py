@@ -573,8 +573,6 @@ def test_every_command_says_what_it_loads_before_it_imports_torch(
         f"export onnx {compatible_folder} --out onnx": f"Loading models: {compatible_folder}",
         f"push {compatible_folder} me/name": f"Loading models: {compatible_folder}",
         f"caption {pairs_folder} --model {new} --out captions": f"Loading models: {new}",
-        f"migrate plan qdrant://localhost/items --model {compatible_folder}": f"Loading models: {compatible_folder}",
-        f"migrate plan qdrant://localhost/items --model {compatible_folder} --json": "",
         "find --old name --json": "",
         "demo": "Loading PyTorch",
         "recipes": "",

@@ -10,6 +10,7 @@ from typing import Any
 import datasets
 import faiss
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 import yaml
@@ -596,3 +597,31 @@ def test_queries_are_not_mixed_with_old_ones_that_are_not_there(
     with pytest.raises(XcompatError, match=f"second: evaluation.slerp needs old queries, but .*{message}"):
         run_recipe(recipe_of(trained, new=trained["independent"], stages=stages, output_dir=str(tmp_path / "run")))
     assert not (tmp_path / "run").exists(), "nothing is trained for nothing"
+
+
+def test_a_sequence_of_updates_is_judged_on_every_earlier_gallery(trained: dict[str, Any], tmp_path: Path) -> None:
+    stages = [
+        {"name": "second", "method": "oca", "options": {"extra_dim": 4}},
+        {"name": "third", "method": "bct", "old": "stage:second"},
+    ]
+    run_recipe(recipe_of(trained, stages=stages, output_dir=str(tmp_path / "run")))
+    third = AutoModel.from_pretrained(tmp_path / "run" / "third" / "model")
+    assert [Path(version.name).parent.name for version in third.compatible_with] == ["second", "old"]
+    embeds = torch.nn.functional.normalize(torch.randn(3, 12), dim=-1)
+    second, first = (third.to_space(embeds, version) for version in third.compatible_with)
+    torch.testing.assert_close(second, embeds)
+    assert first.shape == (3, 8) and torch.allclose(first, torch.nn.functional.normalize(embeds[:, :8], dim=-1))
+    table = pd.read_csv(tmp_path / "run" / "sequence.csv")
+    pairs = set(zip(table["query"], table["gallery"], strict=True))
+    triangle = {
+        ("old", "old"),
+        ("second", "old"),
+        ("second", "second"),
+        ("third", "old"),
+        ("third", "second"),
+        ("third", "third"),
+    }
+    assert pairs == triangle
+    (against,) = (tmp_path / "run").glob("against-*")
+    report = {case.label: case.metrics["cmc@1"] for case in load_report(against).cases}
+    assert report["new/old"] == table.query("query == 'third' and gallery == 'old' and metric == 'cmc@1'")["value"].item()

@@ -133,7 +133,9 @@ def test_a_second_rollback_asks_before_it_deletes(
     assert ("embedding_new" in place.names()) != is_deleted and (again.exit_code == 0) == is_deleted
     said = again.output if answer is not None or is_deleted else str(again.exception)
     assert ("There is no switch to undo. Delete the new vectors, embedding_new" in said) == (answer is not None)
-    assert ("would delete the new vectors, embedding_new; confirm with --yes" in said) == (answer is None and not is_deleted)
+    assert ("has no switch to undo, so this deletes embedding_new; confirm with --yes" in said) == (
+        answer is None and not is_deleted
+    )
 
 
 @pytest.mark.parametrize(
@@ -152,6 +154,6 @@ def test_a_second_rollback_asks_before_it_deletes(
         (["--embed", "a", "--embed-with", "math:squirt"], "math has no function 'squirt'"),
     ],
 )
-def test_options_that_do_not_fit_are_refused(options: list[str], said: str) -> None:
-    result = CliRunner().invoke(app, ["migrate", "start", "lancedb:///x?table=t", "--model", "big-3", *options])
+def test_options_that_do_not_fit_are_refused(place: LancePlace, options: list[str], said: str) -> None:
+    result = CliRunner().invoke(app, ["migrate", "start", place.uri(), "--model", "big-3", *options])
     assert isinstance(result.exception, XcompatError) and said in str(result.exception)

@@ -118,6 +118,7 @@ def build(
         )
     elif source is not None:
         argument_checks.require_inputs(source, model)
+        announce_loading(model, side_info)
         commands.require_place(out, index, milvus)
         originals = load_originals(source, texts, max_bad_share, kept)
         embedder, side = load_model(model, dtype, side_info), load_model(side_info, dtype) if side_info is not None else None
@@ -202,9 +203,9 @@ def search(
     with _printing_results(json or csv):
         opened = None if is_index(gallery) else open_searched(gallery)
         argument_checks.require_named(model)
+        announce_loading(model, fallback, rerank_with)
         read = load_originals(originals, {}) if originals else None
         require_index_ids(gallery, ids, read)
-        announce_loading(model, fallback, rerank_with)
         from xcompat.retrieval.hit_output import make_printer
         from xcompat.retrieval.query_sources import load_queries_and_model
 
@@ -267,6 +268,7 @@ def add(
     kept = _kept_columns(metadata, no_metadata)
     opened = open_gallery(gallery)
     argument_checks.require_inputs(source, model)
+    announce_loading(model, side_info)
     originals = load_originals(source, texts, max_bad_share, kept)
     _warn_of_backfill(opened, model)
     embedder, side = load_model(model, dtype, side_info), load_model(side_info, dtype) if side_info is not None else None
@@ -315,6 +317,7 @@ def upgrade(
             commands.upgrade(opened, newer, dry_run, spread)
     else:
         argument_checks.require_inputs(backfill, model)
+        announce_loading(model)
         originals = load_originals(backfill, texts, max_bad_share, kept)
         _warn_of_backfill(opened, model)
         embedder = load_model(model, dtype)

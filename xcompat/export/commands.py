@@ -7,6 +7,7 @@ from typing import Literal
 
 from xcompat.core.files import list_entries
 from xcompat.core.ownership import require_replaceable
+from xcompat.core.paths import model_folder
 from xcompat.core.progress import console, literal, silence_libraries
 from xcompat.export import onnx_towers, query_transform, sentence_transformers
 from xcompat.export.modules import Space
@@ -16,6 +17,12 @@ from xcompat.retrieval.versions import notice_missing_old
 
 Kept = Literal["all", "transform", "none"]
 """Kept parts of a memory."""
+
+
+def _folder_of(run: str) -> list[Path]:
+    """Return the local folder of a run's model, if there is one, which the export must not replace."""
+    folder = Path(model_folder(run))
+    return [folder] if folder.exists() else []
 
 
 def _load_alone(name: str) -> CompatModel:
@@ -48,7 +55,7 @@ def to_faiss(index: Path, model: str, out: Path, overwrite: bool, memory: Kept =
 def to_sentence_transformers(run: str, out: Path, space: Space, overwrite: bool) -> None:
     """Write a folder that sentence-transformers loads."""
     silence_libraries()
-    require_replaceable(out, sentence_transformers.MADE_BY, overwrite)
+    require_replaceable(out, sentence_transformers.MADE_BY, overwrite, _folder_of(run))
     enough = sentence_transformers.to_sentence_transformers(_load_alone(run), out, space, overwrite)
     flag, needs = ("", "without xcompat") if enough else (", trust_remote_code=True", "where xcompat is installed")
     load = f"SentenceTransformer({str(out)!r}{flag})"
@@ -58,7 +65,7 @@ def to_sentence_transformers(run: str, out: Path, space: Space, overwrite: bool)
 def to_onnx(run: str, out: Path, space: Space, overwrite: bool) -> None:
     """Write image and text tower as ONNX."""
     silence_libraries()
-    require_replaceable(out, onnx_towers.MADE_BY, overwrite)
+    require_replaceable(out, onnx_towers.MADE_BY, overwrite, _folder_of(run))
     onnx_towers.to_onnx(_load_alone(run), out, space, overwrite)
     towers = " and ".join(path.name for path in list_entries(out, "*.onnx"))
     allowed = f"within {onnx_towers.TOLERANCE:.0e} of PyTorch"
