@@ -14,7 +14,7 @@ import torch
 from threadpoolctl import threadpool_info, threadpool_limits
 
 from xcompat.core import threads
-from xcompat.core.threads import map_in_rounds, map_in_threads, map_over_cores, use_share_of_cores
+from xcompat.core.threads import SMALL, map_in_rounds, map_in_threads, map_over_cores, one_thread_if_small, use_share_of_cores
 from xcompat.evaluation import first_hit_ranks, ranking_per_query
 
 CPU = torch.device("cpu")
@@ -87,6 +87,14 @@ def test_every_item_computes_on_one_core_and_others_keep_theirs() -> None:
     thread.start()
     thread.join()
     assert later == [3]
+
+
+@pytest.mark.usefixtures("three_threads")
+@pytest.mark.parametrize(("dim", "used"), [(SMALL, 1), (SMALL + 1, 3)])
+def test_small_matrices_are_decomposed_in_one_thread(dim: int, used: int) -> None:
+    with one_thread_if_small(dim):
+        assert torch.get_num_threads() == used
+    assert torch.get_num_threads() == 3
 
 
 def test_ranks_of_several_threads_are_those_of_one(three_threads: None) -> None:

@@ -21,6 +21,8 @@ MOST_THREADS = 16
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # constants of malloc.h
 KEPT_BYTES = 2**30
 """Bytes of freed memory that a process keeps. Larger single blocks go back to the system."""
+SMALL = 1024
+"""Largest dimension of matrices for :func:`one_thread_if_small`."""
 T = TypeVar("T")
 R = TypeVar("R")
 
@@ -146,6 +148,23 @@ def on_one_core(function: Callable[[T], R]) -> Callable[[T], R]:
             return function(item)
 
     return run_alone
+
+
+@contextmanager
+def one_thread_if_small(dim: int) -> Iterator[None]:
+    """Make torch decompose small matrices in the calling thread only.
+
+    Threads of eigenvalues and singular values often wait for each other. If other programs use the cores, two threads take up
+    to 100 times as long as a single thread.
+
+    Args:
+        dim: largest dimension of the matrices.
+    """
+    if dim > SMALL or (threads := torch.get_num_threads()) == 1:
+        yield
+        return
+    with _one_torch_thread(threads):
+        yield
 
 
 @contextmanager

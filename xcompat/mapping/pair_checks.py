@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from threadpoolctl import threadpool_limits
 
 from xcompat.core.arrays import copy_rows, forget_pages, normalise_rows
 
@@ -37,7 +38,9 @@ class _Turn(NamedTuple):
     @classmethod
     def fit(cls, new_ND: NDArray[np.float32], old_Nd: NDArray[np.float32]) -> _Turn:
         new_D, old_d = new_ND.mean(0), old_Nd.mean(0)
-        left_DK, _, right_Kd = np.linalg.svd((new_ND - new_D).T @ (old_Nd - old_d), full_matrices=False)
+        cross_Dd = (new_ND - new_D).T @ (old_Nd - old_d)
+        with threadpool_limits(1, user_api="blas"):  # threads of a small decomposition mostly wait for each other
+            left_DK, _, right_Kd = np.linalg.svd(cross_Dd, full_matrices=False)
         return cls(new_D, old_d, left_DK @ right_Kd)
 
     def compare(self, new_ND: NDArray[np.float32], old_Nd: NDArray[np.float32]) -> NDArray[np.float64]:

@@ -16,6 +16,7 @@ from typing_extensions import override
 
 from xcompat.core.arrays import forget_pages
 from xcompat.core.errors import XcompatError
+from xcompat.core.threads import one_thread_if_small
 from xcompat.encoders.base import Encoder
 from xcompat.models.mapped import MappedConfig, MappedModel
 from xcompat.models.old_knowledge import Rows
@@ -202,7 +203,8 @@ class LeastSquaresModel(ClosedFormModel):
 
     def fit_moments(self, moments: Moments) -> Self:
         """Solve for the map. The moments' "new" side is the source, "old" the target."""
-        return self.set_map(*self.solve(moments))
+        with one_thread_if_small(max(moments.new_old_Dd.shape)):
+            return self.set_map(*self.solve(moments))
 
     @abstractmethod
     def solve(self, moments: Moments) -> tuple[Tensor, Tensor]:

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from xcompat.core.errors import XcompatError
+from xcompat.core.threads import one_thread_if_small
 from xcompat.models.indexed_memory import IndexedMemory, Read
 from xcompat.models.old_knowledge import ROWS, Rows
 from xcompat.models.query_memory import LearnedTransform, QueryMemory
@@ -60,7 +61,8 @@ class ClassStatistics:
     @cached_property
     def eigen(self) -> tuple[Tensor, Tensor]:
         """Eigenvalues and eigenvectors of the covariance within classes."""
-        values_d, vectors_dd = torch.linalg.eigh(self.within_dd)
+        with one_thread_if_small(len(self.within_dd)):
+            values_d, vectors_dd = torch.linalg.eigh(self.within_dd)
         return values_d, vectors_dd
 
     @classmethod
