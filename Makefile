@@ -50,7 +50,7 @@ gpu: $(STAMP) ## Measure what one GPU reaches, and write it into docs/results/gp
 	$(VENV)/bin/python benchmarks/gpu/throughput.py
 
 faults: $(STAMP) ## Kill, cut the power, fill disks and damage files, many thousand times, and write docs/faults.md.
-	OMP_NUM_THREADS=1 $(VENV)/bin/python tests/faults/long_run.py
+	OMP_NUM_THREADS=1 $(VENV)/bin/python faults/long_run.py
 
 venv: $(STAMP) ## Make the virtual environment and install into it.
 

@@ -6,6 +6,7 @@ import errno
 import os
 from pathlib import Path
 
+import long_run
 import pytest
 import warm
 from campaigns import PARTS, campaigns
@@ -13,13 +14,11 @@ from disks import Disk, Recorder, listing_of
 from document import write_report
 from injections import Fault, failing
 from kills import killed_before
-from long_run import TOLD
 from rows import Row, read_rows, updated, whole, write_rows
 from schedule import mostly_nightly
 from syscalls import Call, run_watched, why_not
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
-RUN = Path(__file__).with_name("long_run.py")
 
 
 GROUPS = [["power cuts: Flat: add", "histories"], ["power cuts", "attacks"], ["kills"], ["injected errors", "full disks"]]
@@ -28,7 +27,7 @@ GROUPS = [["power cuts: Flat: add", "histories"], ["power cuts", "attacks"], ["k
 @pytest.mark.parametrize("groups", mostly_nightly(GROUPS, GROUPS[0].__eq__))
 def test_nothing_is_lost(groups: list[str], tmp_path: Path) -> None:
     only = [argument for group in groups for argument in ("--only", group)]
-    done = warm.run(RUN, "--short", *only, folder=tmp_path)
+    done = warm.run(Path(long_run.__file__), "--short", *only, folder=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -54,8 +53,8 @@ def test_rows_that_are_not_made_anew_are_told_as_they_were(tmp_path: Path) -> No
 
 
 def test_the_page_is_what_its_rows_say(tmp_path: Path) -> None:
-    write_report(tmp_path / "faults.md", read_rows(TOLD))
-    assert (tmp_path / "faults.md").read_text() == TOLD.with_suffix(".md").read_text()
+    write_report(tmp_path / "faults.md", read_rows(long_run.TOLD))
+    assert (tmp_path / "faults.md").read_text() == long_run.TOLD.with_suffix(".md").read_text()
 
 
 def written(folder: Path) -> None:

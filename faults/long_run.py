@@ -1,8 +1,8 @@
 """Kill, cut the power, fill disks and damage files, many times, and write ``docs/faults.md``.
 
-python tests/faults/long_run.py                             # the long form, some hours; stopped, it goes on where it was
-python tests/faults/long_run.py --only "killed migrations"  # some rows anew; docs/faults.json keeps the others as they are
-python tests/faults/long_run.py --short                     # what the normal suite runs
+python faults/long_run.py                             # the long form, some hours; stopped, it goes on where it was
+python faults/long_run.py --only "killed migrations"  # some rows anew; docs/faults.json keeps the others as they are
+python faults/long_run.py --short                     # what the normal suite runs
 
 What is done is in runs/faults; a row whose file is deleted there is made again.
 """
@@ -30,7 +30,7 @@ from syscalls import why_not
 
 from xcompat.core.progress import advance_bar, console, progress_bar, silence_libraries
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 TOLD = ROOT / "docs" / "faults.json"
 KEPT = ROOT / "runs" / "faults"
 

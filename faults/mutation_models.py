@@ -175,7 +175,7 @@ def answers(whole: Path) -> list[Subject]:
 @contextlib.contextmanager
 def hub(folder: Path) -> Iterator[None]:
     """Serve a Hub whose answers about a model are files."""
-    sys.path.append(str(Path(__file__).parents[1]))  # where this is run as a script
+    sys.path.append(str(Path(__file__).parents[1] / "tests"))  # where this is run as a script
     import hub_server
 
     handler, plain = hub_server._Handler, hub_server._Handler.info

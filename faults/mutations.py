@@ -4,7 +4,7 @@ A trial copies a subject's folder, damages one of its files and asks the questio
 happens in a worker that is forked from this process, where everything is imported, with limits of time and memory. A worker that
 dies or hangs is replaced; what went wrong in one that had run other trials is tried again in a fresh one.
 
-    python tests/faults/mutations.py [TRIALS [SEED [SUBJECT ...]]]
+    python faults/mutations.py [TRIALS [SEED [SUBJECT ...]]]
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """SIGKILL migrations in databases beside a service that writes: they end row by row as one that nobody disturbs.
 
-python tests/faults/migrations.py Chroma --kills 20  # one store, a number of kills
+python faults/migrations.py Chroma --kills 20  # one store, a number of kills
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import typer
 from numpy.typing import NDArray
 from syscalls import run_watched
 
-sys.path.append(str(Path(__file__).parents[1]))  # where this is run as a script
+sys.path.append(str(Path(__file__).parents[1] / "tests"))  # where this is run as a script
 import store_servers
 from store_places import OLD, Place, map_of_galleries, unit_vectors
 from store_servers import Connect

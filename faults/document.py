@@ -47,7 +47,7 @@ def write_report(path: Path, rows: Sequence[Row]) -> None:
         "a crash or a wrong result. Fixed failures stay listed.",
         "",
         "Use `make faults` to repeat all trials, or repeat a kind or operation with "
-        '`python tests/faults/long_run.py --only "killed migrations"`.',
+        '`python faults/long_run.py --only "killed migrations"`.',
         "",
         *(f"- {date}: {machine}" for date, machine in machines),
         "",

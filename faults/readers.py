@@ -3,7 +3,7 @@
 Before a state is committed its content is written down, so that a reader knows what it must see. Two writers take turns, and get
 into each other's way between them.
 
-    python tests/faults/readers.py [READS]
+    python faults/readers.py [READS]
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).parents[1]))  # where this is run as a script
+sys.path.append(str(Path(__file__).parents[1] / "tests"))  # where this is run as a script
 from hub_server import Hub, served
 from scenes import encoder
 
