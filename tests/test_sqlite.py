@@ -155,3 +155,21 @@ def test_half_precision_is_refused(place: SqlitePlace, vectors: np.ndarray, mode
     store.name_model("items", OLD)
     with pytest.raises(XcompatError, match="sqlite-vec stores vectors to search as float32; remove --dtype"):
         migration.start(store, Mapping(model), dtype="float16")
+
+
+def test_an_installed_package_adds_a_store(place: SqlitePlace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place.fill(np.eye(OLD_DIM, dtype=np.float32))
+    (tmp_path / "mydb-1.dist-info").mkdir()
+    (tmp_path / "mydb-1.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: mydb\nVersion: 1\n")
+    names = "[xcompat.stores]\nmydb = my_database:open_store\nbroken = no_database:open_store\n"
+    (tmp_path / "mydb-1.dist-info" / "entry_points.txt").write_text(names)
+    code = 'from xcompat.stores import sqlite\n\ndef open_store(uri):\n    return sqlite.open_store("sqlite" + uri[4:])\n'
+    (tmp_path / "my_database.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    store = xcompat.stores.open(place.uri().replace("sqlite:", "mydb:"))
+    assert store.count() == OLD_DIM
+    store.close()
+    with pytest.raises(XcompatError, match="no_database:open_store fails: .*; update or remove its package"):
+        xcompat.stores.open("broken:///items")
+    with pytest.raises(XcompatError, match="nodb is not a kind of store"):
+        xcompat.stores.open("nodb:///items")

@@ -1,4 +1,4 @@
-"""Classes from a user's Python file (``path.py:Class``) and from installed packages."""
+"""Classes from a user's Python file (``path.py:Class``), and entry points of installed packages."""
 
 from __future__ import annotations
 
@@ -86,3 +86,20 @@ def import_entry_points(group: str) -> None:
             importlib.import_module(found.module)
         except Exception as error:  # another package's failure must not break this one
             warnings.warn(f"cannot load {found.name} ({found.value}): {describe_error(error)}", stacklevel=2)
+
+
+def load_entry_point(group: str, name: str) -> Any:  # noqa: ANN401 - any object
+    """Import an object from an installed package.
+
+    Args:
+        group: the entry point group.
+        name: a name of :func:`entry_point_names`.
+
+    Raises:
+        XcompatError: the package fails.
+    """
+    found = next(iter(entry_points(group=group, name=name)))
+    try:
+        return found.load()
+    except Exception as error:
+        raise XcompatError(f"{found.value} fails: {describe_error(error)}; update or remove its package") from error

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from importlib import import_module
 
 from xcompat.core.errors import XcompatError, nearest
+from xcompat.core.plugins import entry_point_names, load_entry_point
 from xcompat.stores.base import Rows, Space, Store
 from xcompat.stores.uri import split
 
@@ -21,6 +23,8 @@ KINDS = {
     "sqlite": "sqlite",
 }
 """Scheme of a URI, up to ``+`` -> module of this package with ``open_store``. It is also the name of the extra."""
+GROUP = "xcompat.stores"
+"""Entry points of installed packages: scheme -> ``open_store``."""
 
 
 def require_kind(uri: str) -> str:
@@ -32,7 +36,7 @@ def require_kind(uri: str) -> str:
     scheme = split(uri).scheme.partition("+")[0]
     if "://" not in uri and scheme in KINDS:
         raise XcompatError(f"the address has {scheme}: without //; start it with {scheme}://")
-    if scheme not in KINDS or "://" not in uri:
+    if "://" not in uri or (scheme not in KINDS and scheme not in entry_point_names(GROUP)):
         what = scheme if "://" in uri else (uri if re.fullmatch(r"[\w./-]+", uri) else "the address")  # it may hold a password
         raise XcompatError(f"{what} is not a kind of store; {nearest(scheme, KINDS)}")
     return scheme
@@ -52,22 +56,27 @@ def open(uri: str, where: str | None = None) -> Store:  # noqa: A001 - as shelve
         The store. Opening it reads only the schema and changes nothing.
 
     Raises:
-        XcompatError: the address is incomplete, the client is not installed, the server does not answer, or the
-            condition is invalid.
+        XcompatError: the address is incomplete, the client is not installed, the server does not answer, the condition is
+            invalid, or an installed package's store fails.
 
     Example:
         ``xcompat.stores.open("postgresql://db/shop?table=products").search(queries, top_k=5, filter="price < 50")``
     """
-    scheme = require_kind(uri)
+    store = _open_function(require_kind(uri))(uri)
+    store.restrict(where)
+    return store
+
+
+def _open_function(scheme: str) -> Callable[[str], Store]:
+    """Return a scheme's ``open_store``."""
+    if scheme not in KINDS:
+        return load_entry_point(GROUP, scheme)
     try:
-        module = import_module(f"xcompat.stores.{KINDS[scheme]}")
+        return import_module(f"xcompat.stores.{KINDS[scheme]}").open_store
     except ModuleNotFoundError as missing:
         raise XcompatError(
             f'{scheme}:// needs {missing.name}; install it with `pip install -e ".[{KINDS[scheme]}]"` in a clone of xcompat'
         ) from missing
-    store: Store = module.open_store(uri)
-    store.restrict(where)
-    return store
 
 
 __all__ = ["KINDS", "Rows", "Space", "Store", "open"]
