@@ -3,7 +3,8 @@
     python benchmarks/studies/lines.py --seeds 5
 
 Needs ../shared/data/text, ../shared/data/tiny-imagenet and ../shared/models. Prints Markdown: nDCG@10 on texts with judgements,
-CMC@1 and mAP on photos with the gain over old queries and its 95 % interval; ``stronger`` measures photos with EfficientNets.
+CMC@1 and mAP on photos with the gain over old queries and its 95 % interval; ``stronger`` measures photos with EfficientNets, and
+``fine-tuned`` a model that ``xcompat train benchmarks/studies/fine_tuned.yaml`` trained further.
 Each map is measured alone and half-way to the old query. A second table of each set compares these results with the agreement
 that ``xcompat map`` measures without labels.
 """
@@ -55,9 +56,12 @@ STRONGER_UPGRADES = (
     ("mobilenet_v2_1.0_224", "efficientnet_lite2"),
     ("efficientnet_lite0", "efficientnet_lite2"),
 )
+FINE_TUNED = "runs/fine_tuned/model"
+FINE_TUNED_UPGRADES = (("mobilenet_v1_0.25_128", FINE_TUNED),)
 FEW_TEXTS, PHOTOS, QUERIES, PHOTO_PAIRS = 500, 4000, 1000, (3000, 300)
 HALF = 0.5
-OLD, NEW, INFORMATION, HALF_WAY = "old/old", "new/new", "mutual information", ", half-way"
+OLD, NEW, HALF_WAY = "old/old", "new/new", ", half-way"
+INFORMATION, DRIFT = "mutual information", "mean drift"
 Floats = NDArray[np.float32]
 Values = dict[str, NDArray[np.float64]]
 """Metric -> value of each query."""
@@ -81,7 +85,17 @@ def solve_information(pairs: Paired, old: Described) -> CompatModel:
     return model.set_map(weight_Dd, torch.zeros_like(moments.old_d)).eval()
 
 
-SOLVERS: dict[str, Solver] = {**LINES, INFORMATION: solve_information}
+def solve_drift(pairs: Paired, old: Described) -> CompatModel:
+    """Subtract the mean drift of the items' embeddings: x - mean(x - y) (Query Drift Compensation, arXiv 2506.00037).
+
+    The paper learns it from training queries. It needs equal dimensions, and models whose spaces have the same axes.
+    """
+    new_D, old_d = pairs.moments.means()
+    model = WhitenedModel(WhitenedModel.config_class(old=old, embedding_dim=pairs.dims[0]))
+    return model.set_map(torch.eye(len(new_D), dtype=new_D.dtype), old_d - new_D).eval()
+
+
+SOLVERS: dict[str, Solver] = {**LINES, INFORMATION: solve_information, DRIFT: solve_drift}
 
 
 class Search(NamedTuple):
@@ -109,6 +123,8 @@ class Search(NamedTuple):
             NEW: self.score(new_QD.numpy(), np.asarray(self.stored.new_ND)),
         }
         for name, solve in SOLVERS.items():
+            if name == DRIFT and pairs.dims[0] != pairs.dims[1]:
+                continue
             mapped_Qd = solve(pairs, describe_old(Fingerprint.from_string("old"), pairs.dims[1])).to_space(new_QD)
             rows[name] = self.score(mapped_Qd.numpy(), gallery_Gd)
             rows[name + HALF_WAY] = self.score(slerp(mapped_Qd, old_Qd, HALF).numpy(), gallery_Gd)
@@ -147,6 +163,8 @@ class Column:
 
     def gain(self, row: str, metric: str) -> str:
         """Return the mean of a row, and its gain over old queries with a 95 % interval."""
+        if (row, metric) not in self.values:
+            return ""
         mean = f"{self.mean(row, metric):.1f}"
         return mean if row == OLD else f"{mean}: {gain_with_interval(*self.compare(row, metric))}"
 
@@ -214,7 +232,8 @@ def load_photos(names: Sequence[str]) -> tuple[dict[str, Floats], NDArray[np.str
     images = load_labelled(LabelledSource(path=str(SHARED / "data/tiny-imagenet/train-0002.tar.gz"), limit=PHOTOS))
     embedded = {}
     for name in names:
-        folder = prepare_photo_model(name) if name in CHECKSUMS else SHARED / "models" / name
+        own = name if name == FINE_TUNED else SHARED / "models" / name
+        folder = prepare_photo_model(name) if name in CHECKSUMS else own
         vectors = cached_images(load_embedder(str(folder)), images.dataset, OUT / "cache")
         embedded[name] = normalise_rows(np.array(vectors[:], np.float32))
     return embedded, np.array(images.class_names())
@@ -247,8 +266,9 @@ def show(title: str, columns: Sequence[Column], *metrics: str) -> None:
     console.print(f"\n| {title} | {names} | mean gain, {metrics[0]} |\n|---|{'---:|' * (len(columns) * len(metrics) + 1)}")
     for row in (OLD, *(name + way for name in SOLVERS for way in ("", HALF_WAY)), NEW):
         cells = " | ".join(column.gain(row, metric) for column in columns for metric in metrics)
-        gain = np.mean([column.mean(row, metrics[0]) - column.mean(OLD, metrics[0]) for column in columns])
-        console.print(f"| {row} | {cells} | {gain:+.1f} |")
+        known = [column for column in columns if (row, metrics[0]) in column.values]
+        gains = [column.mean(row, metrics[0]) - column.mean(OLD, metrics[0]) for column in known]
+        console.print(f"| {row} | {cells} | {f'{np.mean(gains):+.1f}' if gains else ''} |")
     show_agreement(title, columns, metrics[0])
 
 
@@ -271,11 +291,13 @@ def main() -> None:
     """Measure every upgrade, and print tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=5, help="Number of seeds.")
-    parser.add_argument("--only", choices=("texts", "photos", "stronger"), help="Measure only one set.")
+    parser.add_argument("--only", choices=("texts", "photos", "stronger", "fine-tuned"), help="Measure only one set.")
     options, started = parser.parse_args(), time.monotonic()
-    photos, stronger = (partial(run_photos, upgrades=each) for each in (PHOTO_UPGRADES, STRONGER_UPGRADES))
-    for name, run in (("texts", run_texts), ("photos", photos), ("stronger", stronger)):
-        if options.only in (None, name):
+    runs = {"texts": run_texts, "photos": partial(run_photos, upgrades=PHOTO_UPGRADES)}
+    runs |= {"stronger": partial(run_photos, upgrades=STRONGER_UPGRADES)}
+    runs |= {"fine-tuned": partial(run_photos, upgrades=FINE_TUNED_UPGRADES)}
+    for name, run in runs.items():
+        if options.only == name or (options.only is None and name != "fine-tuned"):
             run(options.seeds)
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("torch", "numpy", "scipy"))
     minutes = (time.monotonic() - started) / 60
