@@ -313,7 +313,7 @@ def test_a_map_of_penultimate_features_is_not_judged_on_another_model(trained: d
     changes = {"method": "query_map", "new": trained["independent"], "evaluation": None}
     run_recipe(recipe_of(trained, **changes, options={"input": "penultimate"}, output_dir=str(tmp_path / "run")))
     model = AutoModel.from_pretrained(tmp_path / "run" / "model")
-    test = load_test_set(recipe_of(trained).stages[0].data)
+    test = load_test_set(recipe_of(trained, **changes, options={"input": "penultimate"}).stages[0].data)
     assert test is not None
     old, independent = (test.embed(load_embedder(trained[role]), tmp_path / "cache") for role in ("old", "independent"))
     with pytest.raises(FingerprintMismatchError, match="cannot be compared"):
@@ -329,7 +329,7 @@ def test_a_map_of_penultimate_features_is_not_judged_on_another_model(trained: d
         ({"method": "bct", "old": None}, "method bct needs an old model; set old"),
         ({"method": "bct", "data": {}, "evaluation": None}, "needs labelled images; set data.images"),
         ({"method": "bt2", "options": {"extra_dim": 9}}, "extra_dim from 1 to the old dimension 8"),
-        ({"method": "bt2", "options": {"extra_dim": 4}, "independent": None}, "needs a trained independent model"),
+        ({"method": "bt2", "options": {"extra_dim": 4}, "independent": None}, "learns from an independent new model; set indep"),
         ({"method": "bt2", "options": {"extra_dim": 4, "dim": 6}}, "its 6 added dimensions with the 8 of .*: set dim to 8"),
         ({"method": "nccl", "options": {"dim": 4}}, "at least the 8 dimensions .*, but options.dim .* give 4; increase them"),
         ({"method": "bct", "options": {"extra_dim": -1}}, "options.extra_dim is -1"),

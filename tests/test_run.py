@@ -658,9 +658,23 @@ def test_mistakes_of_a_later_stage_stop_before_an_earlier_one_is_trained(
         run_recipe(recipe_of(raw))
 
 
-def test_a_map_needs_a_new_model_that_was_trained(raw: dict[str, Any]) -> None:
-    with pytest.raises(XcompatError, match="needs a trained new model; set new"):
-        run_recipe(recipe_of(raw, new=None, stages=raw["stages"][:1]))
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"new": None}, "method projection needs a new model; set new"),
+        ({"new": {"model": {"model_type": "clip"}}}, "method projection maps embeddings and does not train an encoder"),
+        ({"old": None}, "method projection needs an old model; set old"),
+        ({"method": "xbt", "projection": None}, "method xbt starts from a pretrained φ; set projection"),
+        ({"method": "independent", "data": {"pairs": None}}, "needs images with captions; set data.pairs"),
+    ],
+)
+def test_missing_inputs_of_a_later_stage_are_told_first(
+    changes: dict[str, Any], message: str, raw: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_module, "train_stage", lambda *_: pytest.fail("trained"))
+    stage = raw["stages"][0]
+    with pytest.raises(XcompatError, match=f"later: .*{message}"):
+        run_recipe(recipe_of(raw, stages=[stage, stage | changes | {"name": "later"}]))
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from PIL import Image
 from rich.table import Table
 
 from xcompat.core.distributed import is_main_process, world_size
-from xcompat.core.errors import XcompatError
+from xcompat.core.errors import XcompatError, require_no_problems
 from xcompat.core.progress import console, literal, silence_libraries
 from xcompat.data import CorpusSource
 from xcompat.encoders import EncoderSource
@@ -61,6 +61,7 @@ def dry_run_recipe(recipe: Recipe) -> list[str]:
     """
     if world_size() > 1:
         raise XcompatError("a dry run needs a single process; start it without accelerate launch")
+    require_no_problems(problem for settings in recipe.stages for problem in settings.missing_inputs())
     missing = _print_plan(recipe)
     require_places(recipe)
     silence_libraries()

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import set_seed
 
-from xcompat.core.errors import XcompatError
 from xcompat.data.schema import NEW_EMBEDS
 from xcompat.models import CompatModel
 from xcompat.models.embedder import Embedder
@@ -23,11 +22,9 @@ def labelled_model_and_data(stage: Stage) -> tuple[CompatModel, Data]:
     """Return a stage's prepared model and its data.
 
     Raises:
-        XcompatError: a model is missing, or too little of the old model is stored.
+        XcompatError: too little of the old model is stored.
     """
     method, images = stage.method, stage.images
-    if stage.settings.old is None and method.compares_with_old:
-        raise XcompatError(f"{stage.settings.name}: method {stage.settings.method} needs an old model; set old")
     old = stage.frozen("old") if method.compares_with_old else None
     encoder = stage.new_encoder()
     set_seed(stage.seed)

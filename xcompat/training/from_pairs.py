@@ -7,7 +7,6 @@ from typing import Any
 
 from transformers import set_seed
 
-from xcompat.core.errors import XcompatError
 from xcompat.core.fingerprint import Fingerprint
 from xcompat.data import TextPairCollator, TextPairDataset, flatten_captions, load_pairs
 from xcompat.data.schema import NEW_EMBEDS, OLD_EMBEDS, OLD_TEXT_EMBEDS, PASSAGE, QUERY
@@ -24,11 +23,9 @@ def pair_model_and_data(stage: Stage) -> tuple[CompatModel, Data]:
     """Return a stage's model and its captions, or its queries with passages.
 
     Raises:
-        XcompatError: pairs, encoder or φ are missing.
+        XcompatError: texts are missing.
     """
     source, text_pairs = stage.settings.data.pairs, stage.text_pairs
-    if text_pairs is None and source is None:
-        raise XcompatError(f"{stage.settings.name}: method {stage.settings.method} needs images with captions; set data.pairs")
     old_caches = stage.pair_caches(stage.embedder("old")) if _reads_cache(stage) else None
     model = _model(stage)
     if text_pairs is not None:

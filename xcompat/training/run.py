@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from xcompat.core.distributed import barrier, device, from_main_process, is_main_process, process_state
-from xcompat.core.errors import XcompatError
+from xcompat.core.errors import XcompatError, require_no_problems
 from xcompat.core.files import atomic_path, clear_leftovers, write_json
 from xcompat.core.fingerprint import Fingerprint
 from xcompat.core.precision import default_autocast
@@ -90,6 +90,7 @@ def run_recipe(recipe: Recipe) -> dict[str, Path]:
     runs = [StageRun(recipe, settings) for settings in recipe.stages]
     _require_own_folders(recipe, runs)
     unfinished = [run for run in runs if not run.is_finished]
+    require_no_problems(problem for run in unfinished for problem in run.settings.missing_inputs())
     with add_layout_to_errors(recipe.layout):
         for run in unfinished:
             check_paths(run.settings, run.is_done)
@@ -136,6 +137,7 @@ def embed_recipe(recipe: Recipe) -> None:
     """Fill the embedding caches of stages whose models exist."""
     process_state()
     silence_libraries()
+    require_no_problems(problem for settings in recipe.stages for problem in settings.missing_inputs())
     with add_layout_to_errors(recipe.layout):
         for settings in recipe.stages:
             check_paths(settings)

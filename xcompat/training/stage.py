@@ -104,11 +104,10 @@ class Stage:
             role: a name in :data:`~xcompat.training.stage_recipe.ROLES`.
 
         Raises:
-            XcompatError: the role has no model.
+            XcompatError: the role has embeddings, not a model.
         """
         settings, source = self.settings, getattr(self.settings, role)
-        if not isinstance(source, EncoderSource):
-            raise XcompatError(f"{settings.name}: method {settings.method} needs a trained {role} model; set {role}")
+        assert isinstance(source, EncoderSource), "the stage is refused"
         if is_stored(source.name):
             raise XcompatError(f"{settings.name}: {source.name} contains embeddings, not a model; set {role} to a model")
         resolved, kept = self._resolve(source), _kept.get()
@@ -126,7 +125,7 @@ class Stage:
             role: a name in :data:`~xcompat.training.stage_recipe.ROLES`.
 
         Raises:
-            XcompatError: the role is empty or needs a model.
+            XcompatError: the role needs a model.
         """
         source = getattr(self.settings, role)
         if role in STORED_ROLES and isinstance(source, EncoderSource) and is_stored(source.name):
@@ -167,28 +166,18 @@ class Stage:
         """Load the encoder to train, or make an encoder with random weights.
 
         Raises:
-            XcompatError: encoder or texts are missing.
+            XcompatError: texts are missing.
         """
         source = self.settings.new
-        if source is None:
-            raise XcompatError(f"{self.settings.name}: method {self.settings.method} needs a new encoder; set new")
+        assert source is not None, "the stage is refused"
         if isinstance(source, EncoderSource):
             return load_encoder(self._resolve(source))
         return encoder_from_scratch(source, () if source.image_only else self.texts_of_pairs(), self.seed)
 
     def projection(self) -> ProjectionModel:
-        """Load the stage's pretrained φ.
-
-        Raises:
-            XcompatError: there is none.
-        """
-        settings = self.settings
-        if settings.projection is None:
-            raise XcompatError(
-                f"{settings.name}: method {settings.method} starts from a pretrained φ; set projection to its folder or "
-                "stage:NAME"
-            )
-        return ProjectionModel.from_pretrained(self.recipe.resolve(settings.projection))
+        """Load the stage's pretrained φ."""
+        assert self.settings.projection is not None, "the stage is refused"
+        return ProjectionModel.from_pretrained(self.recipe.resolve(self.settings.projection))
 
     def load_trained(self, name: str) -> CompatModel:
         """Load a stage's finished model."""
@@ -223,8 +212,7 @@ class Stage:
     def images(self) -> LabelledImages:
         """Labelled training images of ``subset``."""
         data = self.settings.data
-        if data.images is None:
-            raise XcompatError(f"{self.settings.name}: method {self.settings.method} needs labelled images; set data.images")
+        assert data.images is not None, "the stage is refused"
         labelled = load_labelled(data.images, captions=data.old_reads == "captions")
         if data.subset is None:
             return labelled

@@ -228,6 +228,24 @@ class StageRecipe(Section):
             return []
         return [View(drawn, seed, number) for number in range(self.data.views)]
 
+    def missing_inputs(self) -> Iterator[str]:
+        """Yield a message for each model or data set that the method needs and the recipe does not set."""
+        method, data, what = method_class(self.method), self.data, f"method {self.method}"
+        if self.new is None:
+            yield f"{self.name}: new: {what} needs a new model; set new"
+        elif method.embeds_in_memory and not isinstance(self.new, EncoderSource):
+            yield f"{self.name}: new: {what} maps embeddings and does not train an encoder; set new to a trained model"
+        if self.old is None and method.compares_with_old and not method.starts_from_projection:
+            yield f"{self.name}: old: {what} needs an old model; set old"
+        if self.projection is None and method.starts_from_projection:
+            yield f"{self.name}: projection: {what} starts from a pretrained φ; set projection to its folder or stage:NAME"
+        if self.trains_on_labelled and data.images is None:
+            yield f"{self.name}: data.images: {what} needs labelled images; set data.images"
+        elif self.trains_on_labelled and "new_embeds" in method.columns and self.independent is None:
+            yield f"{self.name}: independent: {what} learns from an independent new model; set independent"
+        if self.trains_on_captions and data.pairs is None and data.text_pairs is None:
+            yield f"{self.name}: data.pairs: {what} needs images with captions; set data.pairs"
+
     def require_old_queries(self) -> None:
         """Raise if ``evaluation.slerp`` or ``evaluation.fallback`` lacks old queries.
 
