@@ -469,10 +469,14 @@ def test_processes_share_the_parts_and_count_together(
 
 
 @pytest.mark.parametrize(  # Parquet by Ray: where a worker is killed
-    ("engine", "kind"), [("daft", "parquet"), pytest.param("ray", "lance", marks=pytest.mark.nightly)]
+    ("engine", "kind", "workers"),
+    [
+        ("daft", "parquet", 2),
+        *(pytest.param(*each, marks=pytest.mark.nightly) for each in (("daft", "parquet", 1), ("ray", "lance", 2))),
+    ],
 )
 def test_an_engine_writes_the_same_bytes(
-    run: Run, model: str, source: Path, vectors: np.ndarray, tmp_path: Path, engine: str, kind: str, request: Any
+    run: Run, model: str, source: Path, vectors: np.ndarray, tmp_path: Path, engine: str, kind: str, workers: int, request: Any
 ) -> None:
     pytest.importorskip(engine)
     if engine == "ray":
@@ -485,7 +489,7 @@ def test_an_engine_writes_the_same_bytes(
     (tmp_path / "many").mkdir()
     for name in ("_plan.json", "part-000001.parquet", "_part-000001.parquet.json"):  # as a run that was stopped leaves them
         shutil.copy(tmp_path / "one" / name, tmp_path / "many")
-    code, out, error = run(source, "--model", model, "--out", tmp_path / "many", "--engine", engine, "--workers", 2)
+    code, out, error = run(source, "--model", model, "--out", tmp_path / "many", "--engine", engine, "--workers", workers)
     assert code == 0 and "170 computed in" in out, error
     assert files_in(tmp_path / "one") == files_in(tmp_path / "many")
 

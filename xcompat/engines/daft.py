@@ -46,7 +46,7 @@ def run(job: Job, parts: Sequence[Part], workers: int | None = None, gpus: float
             "--gpus-per-worker, or set --workers and DAFT_RUNNER=ray for a cluster"
         )
     count = min(workers or most, len(parts))
-    threads = max(1, usable_cores() // count)
+    threads = max(1, min(usable_cores() // count, torch.get_num_threads()))  # not more than OMP_NUM_THREADS allows
 
     @daft.cls(use_process=True, max_concurrency=count, gpus=gpus)
     class Worker:
