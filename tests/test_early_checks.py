@@ -33,6 +33,7 @@ MISTAKES = {
     "embed empty --model enc --out new": "empty",
     "gallery build photos --model enc --out taken": "taken is not empty (it holds note.txt); choose another folder",
     "gallery build photos --model enc --out gallery --index HNSW8": "was made with index Flat, not HNSW8; remove --index",
+    "gallery build photos --model enc --index HNSW8,foo": "--index HNSW8,foo is not a faiss factory string",
     "gallery build empty --model enc": NO_ITEMS,
     "gallery add gallery empty --model enc": NO_ITEMS,
     "gallery upgrade gallery --model enc --backfill empty": NO_ITEMS,

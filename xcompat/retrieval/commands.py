@@ -19,7 +19,7 @@ from xcompat.core.parallel import Executor, run_across_ranks
 from xcompat.core.progress import announce_loading, console, describe_duration, literal, silence_libraries
 from xcompat.retrieval.adoption import adopt_faiss, require_index
 from xcompat.retrieval.backend import milvus_uri
-from xcompat.retrieval.faiss_building import EXACT
+from xcompat.retrieval.faiss_building import EXACT, require_factory
 from xcompat.retrieval.gallery import Gallery
 from xcompat.retrieval.hit_output import QueryResult, short, wanted_metadata
 from xcompat.retrieval.leftovers import require_empty
@@ -117,6 +117,8 @@ def require_place(folder: Path, index: str | None, milvus: str | None) -> None:
     Raises:
         XcompatError: with the file in the way, or the setting.
     """
+    if index is not None:
+        require_factory(index)
     if not (folder / CURRENT).exists():
         require_empty(folder)
         return

@@ -16,6 +16,7 @@ from xcompat.retrieval.manifest import Metric
 EXACT = "Flat"
 PER_CENTROID = 39  # faiss warns about poor clusters if it has fewer samples per centroid
 TRAINED_ON = 200_000  # vectors
+ANY_DIM = 64  # to read a factory string before the dimension is known
 
 
 def build_faiss(
@@ -100,6 +101,15 @@ def make_index(factory: str, dim: int, metric: Metric) -> faiss.Index:
         return faiss.index_factory(dim, factory, faiss.METRIC_L2 if metric == "l2" else faiss.METRIC_INNER_PRODUCT)
     except RuntimeError as error:
         raise XcompatError(f"faiss cannot create index {factory!r} with {dim} dimensions: {reason_of(error)}") from None
+
+
+def require_factory(factory: str) -> None:
+    """Raise if faiss cannot read a factory string, whatever the dimension."""
+    try:
+        faiss.index_factory(ANY_DIM, factory)
+    except RuntimeError as error:
+        if "could not parse" in str(error):
+            raise XcompatError(f"--index {factory} is not a faiss factory string; use e.g. HNSW32 or IVF1024,PQ64") from None
 
 
 def is_lossless(factory: str) -> bool:
