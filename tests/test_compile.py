@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from PIL import Image
 from schedule import mostly_nightly
 from test_models import CLASSIFIED, TRAINED, batch_for, build
-from torch._dynamo.testing import CompileCounter
+from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
 
 from xcompat.models import CompatModel
 
@@ -55,3 +56,22 @@ def test_progress_compiles_a_step_at_most_twice_more(method: str, folder_of: dic
         wanted = model(**batch).loss
         torch.testing.assert_close(step(**batch).loss, wanted)
     assert counter.frame_count <= 3
+
+
+def test_a_drawn_bank_is_an_operator_of_one_graph(folder_of: dict[str, str], images: list[Image.Image]) -> None:
+    torch._dynamo.reset()
+    model = build("query_map", folder_of, bank_size=3).train()
+    batch, counter = batch_for(model, images), CompileCounterWithBackend("aot_eager_decomp_partition")
+    trajectories = []
+    for step in (model, torch.compile(model, fullgraph=True, backend=counter)):
+        torch.manual_seed(0)
+        losses = []
+        for _ in range(3):
+            model.zero_grad()
+            losses.append(step(**batch).loss)
+            losses[-1].backward()
+        trajectories.append((losses, [parameter.grad for parameter in model.parameters()], torch.rand(1)))
+        assert len(set(losses)) == 3, "each step draws its own rows"
+    torch.testing.assert_close(trajectories[1], trajectories[0])
+    assert counter.frame_count == 1
+    assert copy.deepcopy(model).drawn_bank is model.drawn_bank

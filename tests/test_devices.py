@@ -48,6 +48,7 @@ from xcompat.evaluation import (
 from xcompat.evaluation.scores import ExactRows
 from xcompat.methods import nccl
 from xcompat.models import kmeans
+from xcompat.models.drawn_bank import DrawnBank
 from xcompat.models.embedder import Embedder, load_embedder
 from xcompat.models.old_knowledge import OldKnowledge
 from xcompat.retrieval import Gallery, originals
@@ -146,6 +147,15 @@ def test_a_loss_is_computed_where_the_model_is(method: str, folder_of: dict[str,
         move(model)
         loss = model(**{name: on_gpu(column) for name, column in batch.items()}).loss
     assert loss.device == GPU and loss.dtype == torch.float32
+
+
+def test_a_bank_is_drawn_where_the_model_is(folder_of: dict[str, str], images: list[Image.Image]) -> None:
+    model = build("query_map", folder_of, bank_size=3).train()
+    batch = batch_for(model, images)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        move(model)
+        loss = model(**{name: on_gpu(column) for name, column in batch.items()}).loss
+        assert loss.device == GPU and [tuple(part.shape) for part in model._bank(GPU)] == [(3, 8), (3,)]
 
 
 @pytest.mark.parametrize("kind", [kind for kind in ARCHITECTURES if kind != "siglip2"])  # it reads sizes out of a tensor
@@ -449,8 +459,8 @@ def test_rows_on_a_gpu_have_the_bits_of_a_cpu(dtype: type, monkeypatch: pytest.M
             ExactRows(rows, "rows", GPU)
 
 
-def test_a_draw_from_a_bank_is_copied_through_pinned_memory(folder_of: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    model, pinned = build("query_map", folder_of, bank_size=3), list[torch.Size]()
+def test_a_draw_from_a_bank_is_copied_through_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    bank, pinned = DrawnBank(random_rows(4, 8), 3), list[torch.Size]()
 
     def pin(tensor: Tensor) -> Tensor:
         pinned.append(tensor.shape)
@@ -458,7 +468,7 @@ def test_a_draw_from_a_bank_is_copied_through_pinned_memory(folder_of: dict[str,
 
     monkeypatch.setattr(Tensor, "pin_memory", pin)
     with PretendedGpu():
-        bank_Kd, rows_K = model._bank(GPU)
+        bank_Kd, rows_K = bank.read_sample(GPU)
         assert bank_Kd.device == rows_K.device == GPU and pinned == [bank_Kd.shape, rows_K.shape] == [(3, 8), (3,)]
 
 

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from typing_extensions import override
 
-from xcompat.core.distributed import pin_for
 from xcompat.core.errors import XcompatError
 from xcompat.encoders.base import Encoder
 from xcompat.encoders.penultimate import Penultimate
@@ -21,6 +20,7 @@ from xcompat.losses import angular_alignment_loss, bank_contrast_loss, cross_ent
 from xcompat.models.base import CompatModel
 from xcompat.models.closed_form import Moments, readable_pairs, solve_procrustes
 from xcompat.models.config import CompatConfig
+from xcompat.models.drawn_bank import DrawnBank
 from xcompat.models.old_knowledge import OldKnowledge, Rows
 from xcompat.models.registry import register
 from xcompat.outputs import Batch, CompatOutput
@@ -76,7 +76,6 @@ class QueryMapModel(CompatModel):
     columns_if_known = ("labels", "index")
     embeds_in_memory = True
     citation = "This project's own; supervised contrast is Khosla et al., Supervised contrastive learning, NeurIPS 2020"
-    bank_Nd: Rows | None
     bank_Kd: Tensor | None
     bank_labels_N: Tensor | None
     prototypes_Cd: Tensor | None
@@ -97,7 +96,7 @@ class QueryMapModel(CompatModel):
         if self.linear is not None and self.network is not None:
             for parameter in self.network[-1].parameters():
                 nn.init.zeros_(parameter)
-        self.bank_Nd = None  # a bank above bank_size, whose rows are read per batch, so it need not fit in memory
+        self.drawn_bank: DrawnBank | None = None  # a bank above bank_size, whose rows are read per batch
         for name in ("bank_Kd", "bank_labels_N", "prototypes_Cd", "start_Dd", "start_d"):
             self.register_buffer(name, None, persistent=False)  # prepare() computes them from the caches
         self.post_init()
@@ -153,7 +152,7 @@ class QueryMapModel(CompatModel):
         if self.linear is not None:
             self.linear.load_state_dict({"weight": self.start_Dd.T, "bias": self.start_d})
         if len(old_Nd) > self.config.bank_size:
-            self.bank_Nd = old_Nd
+            self.drawn_bank = DrawnBank(old_Nd, self.config.bank_size)
         else:
             self.bank_Kd = torch.from_numpy(np.array(old_Nd[:])).to(self.device)
         if len(old.labels_N):
@@ -231,12 +230,9 @@ class QueryMapModel(CompatModel):
         """Return the whole bank, or a draw from it, and the row numbers."""
         if self.bank_Kd is not None:
             return self.bank_Kd, torch.arange(len(self.bank_Kd), device=place)
-        if self.bank_Nd is None:
+        if self.drawn_bank is None:
             raise XcompatError(NOT_PREPARED)
-        drawn_K = torch.randperm(len(self.bank_Nd))[: self.config.bank_size]
-        bank_Kd = torch.from_numpy(np.array(self.bank_Nd[drawn_K.numpy()]))
-        bank_Kd, rows_K = (pin_for(side, place).to(place, non_blocking=True) for side in (bank_Kd, drawn_K))
-        return bank_Kd, rows_K
+        return self.drawn_bank.draw(place)
 
     def _prepare(self, buffer: Tensor | None) -> Tensor:
         if buffer is None:
