@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import warm
 from PIL import Image
 from schedule import mostly_nightly
+from test_distributed import join_group
 from test_models import CLASSIFIED, TRAINED, batch_for, build
 from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
 
 from xcompat.models import CompatModel
 
 FAST = {"bct", "fct", "query_map", "advbct"}
+
+GATHERED = ["xbt"]
 
 
 def assert_same_loss(model: CompatModel, batch: dict[str, torch.Tensor]) -> None:
@@ -75,3 +81,17 @@ def test_a_drawn_bank_is_an_operator_of_one_graph(folder_of: dict[str, str], ima
     torch.testing.assert_close(trajectories[1], trajectories[0])
     assert counter.frame_count == 1
     assert copy.deepcopy(model).drawn_bank is model.drawn_bank
+
+
+def compile_on_a_rank(rank: int, folders: dict[str, str], images: list[Image.Image], store: str) -> None:
+    join_group(rank, store)
+    for method in GATHERED:
+        model = build(method, folders).train()
+        assert_same_loss(model, batch_for(model, images))
+    dist.destroy_process_group()
+
+
+def test_a_step_that_gathers_batches_is_a_single_graph(
+    folder_of: dict[str, str], images: list[Image.Image], tmp_path: Path
+) -> None:
+    warm.spawn(compile_on_a_rank, (dict(folder_of), images, str(tmp_path)))

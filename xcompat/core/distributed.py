@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -105,41 +104,6 @@ def barrier() -> None:
     """Wait for all processes. A single process continues immediately."""
     if is_distributed():
         dist.barrier()
-
-
-def gather_with_grad(embeds_BD: torch.Tensor) -> torch.Tensor:
-    """Concatenate equally sized batches of all processes. Gradients flow back to their owners.
-
-    Args:
-        embeds_BD: this rank's rows, with the same B on every rank.
-
-    Returns:
-        ``(world_size * B, D)`` in rank order, or the input itself without ``torch.distributed``. Its gradient is the sum over all
-        ranks of the gradients with respect to this rank's rows.
-    """
-    if not is_distributed():
-        return embeds_BD
-    return _gather_function().apply(embeds_BD)
-
-
-@functools.cache
-def _gather_function() -> Any:  # noqa: ANN401 - an autograd function, made late so that importing this module stays cheap
-    import torch
-
-    class Gather(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: object, mine: torch.Tensor) -> torch.Tensor:
-            gathered = mine.new_empty(dist.get_world_size() * len(mine), *mine.shape[1:])
-            dist.all_gather_into_tensor(gathered, mine.contiguous())
-            return gathered
-
-        @staticmethod
-        def backward(ctx: object, gradient: torch.Tensor) -> torch.Tensor:
-            mine = gradient.new_empty(len(gradient) // dist.get_world_size(), *gradient.shape[1:])
-            dist.reduce_scatter_tensor(mine, gradient.contiguous())
-            return mine
-
-    return Gather
 
 
 def my_share(rows_N: np.ndarray, shared: bool) -> np.ndarray:

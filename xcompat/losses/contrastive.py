@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from xcompat.core.distributed import gather_with_grad, is_distributed, mean_over_ranks, rank
+from xcompat.core.distributed import is_distributed, mean_over_ranks, rank
 from xcompat.core.errors import XcompatError
 from xcompat.losses.classification import loss_dtype, mean_of_known
+from xcompat.losses.gathering import gather_with_grad
 
 
 def clip_contrastive_loss(

@@ -9,10 +9,11 @@ import torch
 from numpy.typing import NDArray
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from xcompat.core.distributed import gather_with_grad, pin_for, rank, world_size
+from xcompat.core.distributed import pin_for, rank, world_size
 from xcompat.data import PairCollator, PairDataset, iterate_images
 from xcompat.embeddings.embed import decoding_options, images_per_batch
 from xcompat.encoders.processor import Processor
+from xcompat.losses.gathering import gather_with_grad
 from xcompat.models import CompatModel
 
 
