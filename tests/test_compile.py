@@ -20,7 +20,7 @@ from xcompat.models import CompatModel
 
 FAST = {"bct", "fct", "query_map", "advbct"}
 
-GATHERED = ["xbt"]
+GATHERED = ["xbt", "advbct"]
 
 
 def assert_same_loss(model: CompatModel, batch: dict[str, torch.Tensor]) -> None:

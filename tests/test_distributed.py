@@ -412,6 +412,41 @@ def test_processes_share_the_classes_and_compute_the_bits_of_one(
                 assert torch.equal(found[method][name].nan_to_num(nan=7), value.nan_to_num(nan=7)), (method, name)
 
 
+def adversarial_gradients(folder: str, rows: slice, readable: int) -> dict[str, torch.Tensor]:
+    """Return AdvBCT's gradients for part of a batch of 8, of whose old embeddings only the first ones can be read."""
+    torch.manual_seed(0)
+    old = describe_old(Fingerprint.from_string("old"), dim=8)
+    model = METHODS["advbct"].from_encoder(folder, old=old, classes=["a", "b"]).train()
+    old_Bd = torch.nn.functional.normalize(torch.randn(8, 8), dim=-1)
+    labels_B = torch.arange(8) % 2
+    model.prepare(OldKnowledge(2, labels_B.numpy(), old_Bd.numpy()))
+    model.progress = 0.5
+    old_Bd[readable:] = torch.nan
+    batch = {"pixel_values": torch.randn(8, 3, 32, 32), "labels": labels_B, "old_embeds": old_Bd}
+    model(**{name: column[rows] for name, column in batch.items()}).loss.backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+def learn_adversarially(rank: int, encoder: str, folder: str) -> None:
+    join_group(rank, folder)
+    for readable in (0, 3, 8):
+        gradients = adversarial_gradients(encoder, slice(4 * rank, 4 * rank + 4), readable)
+        for gradient in gradients.values():
+            dist.all_reduce(gradient)
+            gradient /= 2  # as DDP does
+        torch.save(gradients, f"{folder}/{readable}-{rank}.pt")
+    dist.destroy_process_group()
+
+
+def test_the_discriminator_sees_the_batch_of_all_processes(folder_of: dict[str, str], tmp_path: Path) -> None:
+    warm.spawn(learn_adversarially, (folder_of["clip"], str(tmp_path)))
+    for readable in (0, 3, 8):
+        wanted = adversarial_gradients(folder_of["clip"], slice(8), readable)
+        found = torch.load(tmp_path / f"{readable}-1.pt", weights_only=True)
+        assert bool(wanted["discriminator.hidden.weight"].any()) is (readable > 0)
+        torch.testing.assert_close(found, wanted, atol=1e-6, rtol=1e-4)
+
+
 def test_ctrl_c_stops_both_ranks_after_the_same_step(runs: tuple[Path, Path], tmp_path: Path) -> None:
     raw = yaml.safe_load((runs[0].parent / "r.yaml").read_text())
     raw |= {"output_dir": str(tmp_path / "run"), "cache_dir": str(tmp_path / "cache"), "evaluation": None}

@@ -157,7 +157,7 @@ def from_main_process(make: Callable[[], T]) -> T:
 
 
 def sum_over_ranks(value: torch.Tensor) -> torch.Tensor:
-    """Sum a detached scalar over the processes."""
+    """Sum a detached tensor over the processes."""
     if not is_distributed():
         return value
     total = value.detach().clone()

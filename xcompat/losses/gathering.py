@@ -24,6 +24,11 @@ def gather_with_grad(embeds_BD: Tensor) -> Tensor:
     return cast(Tensor, _Gather.apply(embeds_BD)) if is_distributed() else embeds_BD
 
 
+def sum_with_grad(value: Tensor) -> Tensor:
+    """Sum a tensor over all processes. Each gets the gradients of all."""
+    return gather_with_grad(value[None]).sum(dim=0) if is_distributed() else value
+
+
 class _Gather(torch.autograd.Function):
     """Defined once and not in a function, because a compiled step cannot define a class."""
 

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from typing_extensions import override
 
-from xcompat.core.distributed import compute_in_shares
+from xcompat.core.distributed import compute_in_shares, sum_over_ranks
 from xcompat.core.errors import XcompatError
 from xcompat.losses.classification import mean_of_known
+from xcompat.losses.gathering import sum_with_grad
 from xcompat.models.classified import ClassifiedConfig, ClassifiedModel
 from xcompat.models.old_knowledge import OldKnowledge, Rows, class_means, samples_of_classes
 from xcompat.models.registry import register
@@ -152,7 +153,7 @@ class Discriminator(nn.Module):
 
 
 class CountedBatchNorm(nn.Module):
-    """Batch norm with the statistics of some rows of this process, without running statistics, as only training uses it.
+    """Batch norm with the statistics of some rows of all processes, without running statistics, as only training uses it.
 
     Rows are weighted instead of selected: shapes do not depend on the data, so a training step compiles to a single graph.
 
@@ -165,11 +166,11 @@ class CountedBatchNorm(nn.Module):
         self.weight, self.bias = nn.Parameter(torch.ones(dim)), nn.Parameter(torch.zeros(dim))
 
     def forward(self, rows_AH: Tensor, counted_A: Tensor) -> Tensor:
-        """Normalise all rows by the statistics of the counted ones, or of all if none counts."""
-        share_A = (counted_A | ~counted_A.any()).to(rows_AH.dtype)
-        share_A = share_A / share_A.sum()
-        centred_AH = rows_AH - share_A @ rows_AH
-        return centred_AH * (share_A @ centred_AH.square() + EPSILON).rsqrt() * self.weight + self.bias
+        """Normalise all rows by the statistics of the counted ones, or of all if none counts on any process."""
+        counted, rows = sum_over_ranks(torch.stack([counted_A.sum(), torch.ones_like(counted_A).sum()]))
+        share_A = torch.where(counted > 0, counted_A / counted, 1 / rows)
+        centred_AH = rows_AH - sum_with_grad(share_A @ rows_AH)
+        return centred_AH * (sum_with_grad(share_A @ centred_AH.square()) + EPSILON).rsqrt() * self.weight + self.bias
 
 
 def class_radii(embeds_Nd: Rows, centres_Cd: NDArray[np.float32], samples: list[NDArray[np.int64]]) -> NDArray[np.float32]:
