@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
-from transformers import Trainer, TrainerControl, TrainerState
+from transformers import Trainer, TrainerControl, TrainerState, training_args
+from transformers.utils import import_utils
 
 from xcompat import Fingerprint
 from xcompat.core.errors import XcompatError
@@ -62,6 +63,7 @@ from xcompat.training.callbacks import InterruptCallback
 from xcompat.training.online import FROZEN, VIEW, OnlineEmbedder
 from xcompat.training.stage_recipe import StageRecipe
 from xcompat.training.trainer import training_arguments
+from xcompat.training.training_sets import Data
 
 GPU = torch.device("cuda", 0)
 PROPERTIES: dict[Any, Any] = {Tensor.device.__get__: GPU, Tensor.is_cuda.__get__: True}
@@ -193,18 +195,69 @@ def test_frozen_models_compute_in_bfloat16_on_cards_that_can(fake: FakeTensorMod
         assert resolve_autocast("auto", there) == torch.float16
 
 
-@pytest.mark.parametrize(("tf32", "expected"), [(None, "tf32"), (True, "tf32"), (False, None)])
-def test_training_multiplies_in_tf32_on_cuda_alone(
-    tf32: bool | None, expected: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    def precisions() -> tuple[str, str]:
-        return torch.backends.cuda.matmul.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision
+def products() -> dict[str, Any]:
+    """Return the precisions of float32 products and convolutions, also by torch's older flags, which its compiler reads."""
+    backends: Any = torch.backends
+    return {
+        "CUDA": (backends.cuda.matmul.fp32_precision, backends.cuda.matmul.allow_tf32),
+        "convolutions": (backends.cudnn.conv.fp32_precision, backends.cudnn.allow_tf32),
+        "CPU": backends.mkldnn.matmul.fp32_precision,
+        "all": (backends.fp32_precision, torch.get_float32_matmul_precision()),
+    }
 
-    monkeypatch.setattr(Trainer, "train", lambda _: precisions())
+
+IN_TF32 = {"CUDA": ("tf32", True), "convolutions": ("tf32", True), "all": ("none", "high")}
+IN_FLOAT32 = {"CUDA": ("ieee", False), "convolutions": ("ieee", False), "all": ("none", "highest")}
+
+
+@pytest.mark.parametrize(("tf32", "expected"), [(None, IN_TF32), (True, IN_TF32), (False, IN_FLOAT32)])
+def test_training_multiplies_in_tf32_on_cuda_alone(
+    tf32: bool | None, expected: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(Trainer, "train", lambda _: products())
     training = object.__new__(trainer.StageTrainer)
     training.args = SimpleNamespace(seed=0, tf32=tf32)
-    before = precisions()
-    assert training.train() == (expected or before[0], before[1]) and precisions() == before
+    before = products()
+    assert training.train() == before | expected and products() == before
+
+
+@pytest.mark.parametrize("training", [{"tf32": True}, {"tf32": False}, {"torch_compile": True}], ids=str)
+def test_settings_of_training_leave_the_precision_of_other_steps(
+    training: dict[str, Any], folder_of: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Transformers and accelerate set it for the whole process, and frozen models embed after training."""
+
+    def build_like_accelerate(self: Trainer, **_: object) -> None:
+        built.append(products())
+        torch.backends.cuda.matmul.allow_tf32 = True
+
+    built: list[dict[str, Any]] = []
+    monkeypatch.setattr(training_args, "is_torch_tf32_available", lambda: True)
+    monkeypatch.setattr(training_args, "enable_tf32", import_utils.enable_tf32.__wrapped__)  # without its memory
+    monkeypatch.setattr(Trainer, "__init__", build_like_accelerate)
+    monkeypatch.setattr(trainer, "autocast_inside", lambda *_: None)
+    monkeypatch.setattr(trainer, "send_constants_once", lambda *_: None)
+    monkeypatch.setattr(trainer.StageTrainer, "accelerator", None, raising=False)
+    before, stage = products(), StageRecipe(method="xbt", training={**training, "per_device_train_batch_size": 1})
+    arguments = training_arguments(stage, 0, tmp_path)
+    trainer.StageTrainer(build("xbt", folder_of), arguments, Data([{}], list), stage)  # type: ignore[arg-type]
+    assert built == [before] and products() == before
+
+
+@pytest.mark.filterwarnings("ignore:CUDA is not available")
+@pytest.mark.parametrize(("autocast", "exact"), [(None, True), (torch.bfloat16, False)])
+def test_float32_embeddings_have_no_products_in_tf32(
+    autocast: torch.dtype | None, exact: bool, folder_of: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    embedder = replace(load_embedder(folder_of["clip"]), autocast=autocast)
+    monkeypatch.setattr(embedder.model, "embed", lambda *_: seen.append(products()) or torch.ones(1))
+    seen: list[dict[str, Any]] = []
+    before = products()
+    embedder.embed({})
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        move(embedder.model)
+        embedder.embed({})
+    assert seen == [before, before | IN_FLOAT32 if exact else before] and products() == before
 
 
 def test_siglip2_reads_sizes_where_no_gpu_is_waited_for(folder_of: dict[str, str]) -> None:

@@ -11,6 +11,8 @@ import torch
 
 Autocast = torch.dtype | Literal["auto"] | None
 """Half precision for computing, None for the dtype of the weights, or ``auto`` for the default of the device."""
+_BACKENDS: Any = torch.backends
+"""Has ``fp32_precision`` in several places, of which torch's types know some."""
 _default: ContextVar[Autocast] = ContextVar("default", default="auto")
 
 
@@ -52,24 +54,58 @@ def resolve_autocast(autocast: Autocast, weight: torch.Tensor) -> torch.dtype | 
 @contextmanager
 def ieee_products() -> Iterator[None]:
     """Compute float32 products in full precision inside the block."""
-    with _products("ieee", torch.backends.cuda.matmul, torch.backends.mkldnn.matmul):  # type: ignore[attr-defined]
+    with kept_products():
+        _set_products("ieee")
+        _BACKENDS.mkldnn.matmul.fp32_precision = "ieee"
         yield
 
 
 @contextmanager
-def tf32_products() -> Iterator[None]:
-    """Compute float32 products of CUDA devices in TF32 inside the block. Other devices compute as before."""
-    with _products("tf32", torch.backends.cuda.matmul):
+def cuda_products(tf32: bool) -> Iterator[None]:
+    """Compute float32 products of CUDA devices in TF32, or products and convolutions in full precision, inside the block.
+
+    Other devices compute as before.
+    """
+    with kept_products():
+        _set_products("tf32" if tf32 else "ieee")
+        if not tf32:
+            _set_convolutions("ieee")
         yield
 
 
 @contextmanager
-def _products(precision: str, *settings: Any) -> Iterator[None]:  # noqa: ANN401 - torch has no type for them
-    before = [setting.fp32_precision for setting in settings]
-    for setting in settings:
-        setting.fp32_precision = precision
+def kept_products() -> Iterator[None]:
+    """Restore the precision of float32 products and convolutions after a block, e.g. of a library that sets it."""
+    everywhere, products, convolutions = (
+        each.fp32_precision for each in (_BACKENDS, _BACKENDS.cuda.matmul, _BACKENDS.cudnn.conv)
+    )
+    on_cpu, older = _BACKENDS.mkldnn.matmul.fp32_precision, _older_setting()
     try:
         yield
     finally:
-        for setting, previous in zip(settings, before, strict=True):
-            setting.fp32_precision = previous
+        if older is not None:
+            torch.set_float32_matmul_precision(older)
+        _BACKENDS.fp32_precision = everywhere
+        _set_convolutions(convolutions)
+        _set_products(products, older)
+        _BACKENDS.mkldnn.matmul.fp32_precision = on_cpu
+
+
+def _set_products(precision: str, older: str | None = None) -> None:
+    """Set the older flag too: if the two differ, torch raises where the older one is read, e.g. in its compiler."""
+    if older is None:
+        _BACKENDS.cuda.matmul.allow_tf32 = precision == "tf32"
+    _BACKENDS.cuda.matmul.fp32_precision = precision
+
+
+def _set_convolutions(precision: str) -> None:
+    _BACKENDS.cudnn.allow_tf32 = precision == "tf32"
+    _BACKENDS.cudnn.conv.fp32_precision = precision
+
+
+def _older_setting() -> str | None:
+    """Return the older setting; None if it differs from the newer ones, where torch raises."""
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:
+        return None

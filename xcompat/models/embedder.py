@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -16,7 +17,7 @@ from transformers import AutoModel, PreTrainedConfig
 from xcompat.core.errors import XcompatError
 from xcompat.core.fingerprint import Fingerprint
 from xcompat.core.paths import model_folder, split_revision
-from xcompat.core.precision import Autocast, resolve_autocast
+from xcompat.core.precision import Autocast, cuda_products, resolve_autocast
 from xcompat.encoders import NOT_XCOMPAT, EncoderSource, load_encoder, reading_model, require_model, require_xcompat_model
 from xcompat.encoders.base import Encoder, Space
 from xcompat.encoders.model_files import is_xcompat_model
@@ -122,7 +123,11 @@ class Embedder:
             (B, d) float32, L2-normalised.
         """
         batch = {name: tensor.to(self.device, non_blocking=True) for name, tensor in batch.items()}
-        with torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None):
+        is_exact = self.autocast is None and self.device.type == "cuda"  # torch's convolutions are in TF32 by default
+        with (
+            cuda_products(tf32=False) if is_exact else nullcontext(),
+            torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None),
+        ):
             return self.model.embed(batch, space or self.space).float()
 
     def for_queries(self) -> Embedder:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sized
-from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +18,7 @@ from transformers.training_args import OptimizerNames
 
 from xcompat.core.distributed import process_state, rank
 from xcompat.core.errors import InterruptedRunError, XcompatError, nearest
-from xcompat.core.precision import tf32_products
+from xcompat.core.precision import cuda_products, kept_products
 from xcompat.core.progress import console, literal, notice
 from xcompat.core.threads import keep_freed_memory
 from xcompat.hub.endpoint import hub_errors
@@ -107,14 +106,15 @@ class StageTrainer(Trainer):
             RefreshCallback(model, dataset, collator),
             CheckpointCallback(),
         ]
-        super().__init__(
-            model=model.train(),
-            args=args,
-            train_dataset=dataset,
-            data_collator=collator,
-            callbacks=[*([cost] if cost is not None else []), *callbacks, *looked_after],
-            optimizer_cls_and_kwargs=(OptimiserFactory, _optimiser(args, settings)),  # type: ignore[arg-type]  # has the same call
-        )
+        with kept_products():  # accelerate allows TF32 for compiled models
+            super().__init__(
+                model=model.train(),
+                args=args,
+                train_dataset=dataset,
+                data_collator=collator,
+                callbacks=[*([cost] if cost is not None else []), *callbacks, *looked_after],
+                optimizer_cls_and_kwargs=(OptimiserFactory, _optimiser(args, settings)),  # type: ignore[arg-type]  # same call
+            )
         autocast_inside(model, self.accelerator)
         send_constants_once(model, self.accelerator)
         if self.mini_batch_size is not None:
@@ -123,7 +123,7 @@ class StageTrainer(Trainer):
     def train(self, *arguments: Any, **named: Any) -> Any:  # noqa: ANN401 - its own
         """Train, with different noise in each process, and TF32 products on CUDA devices unless ``args.tf32`` is False."""
         torch.manual_seed(self.args.seed + rank())
-        with nullcontext() if self.args.tf32 is False else tf32_products():
+        with cuda_products(tf32=self.args.tf32 is not False):
             return super().train(*arguments, **named)
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None) -> Tensor:
@@ -206,7 +206,8 @@ def training_arguments(settings: StageRecipe, seed: int, folder: Path) -> Traini
     given["optim_args"] = with_momentum(given["optim"], given.get("optim_args"))
     given["optim"] = in_transformers(given["optim"])
     try:
-        arguments = TrainingArguments(**{**given, **fixed})
+        with kept_products():  # transformers sets tf32 for the whole process
+            arguments = TrainingArguments(**{**given, **fixed})
     except (TypeError, ValueError) as error:
         raise XcompatError(f"{settings.name}: the training section does not fit: {' '.join(str(error).split())}") from None
     if arguments.n_gpu > 1:  # DataParallel would contrast each part of a batch only with itself
