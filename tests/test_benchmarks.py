@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -224,6 +225,27 @@ def test_on_a_gpu_the_pair_stage_is_launched_with_the_projects_fsdp_config(throu
     config = Path(command[command.index("--config_file") + 1])
     assert config == ROOT / "accelerate_configs" / "fsdp2.yaml" and config.exists()
     assert command[command.index("--num_processes") + 1] == "1" and command[-2:] == [parts.__file__, "out.json"]
+
+
+LAUNCHER = """
+import pathlib, signal, subprocess, sys, time
+def stop(*_):
+    worker.kill()
+    sys.exit(worker.wait())
+worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+signal.signal(signal.SIGTERM, stop)
+pathlib.Path(sys.argv[1]).write_text(str(worker.pid))
+time.sleep(600)
+"""
+
+
+def test_a_launcher_that_takes_too_long_leaves_no_process_on_the_gpu(throughput: Any, benchmark: Any, tmp_path: Path) -> None:
+    parts = benchmark("training_parts")
+    assert parts.run_within([sys.executable, "-c", LAUNCHER, str(tmp_path / "pid")], 2) is None
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)
+    done = parts.run_within([sys.executable, "-c", "print('done'); raise SystemExit(3)"], 60)
+    assert (done.returncode, done.stdout, done.stderr) == (3, "done\n", "")
 
 
 def test_the_table_of_large_numbers_is_what_the_script_prints() -> None:

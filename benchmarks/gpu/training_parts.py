@@ -42,6 +42,8 @@ from xcompat.training.training_sets import Data, embedding_data, pair_data
 CONFIGS = Path(__file__).resolve().parents[2] / "accelerate_configs"
 TEXTS, PAIRS = (67e6, 1.55), (4e6, 2.84)
 """How many the paper has, and its hours on eight A100 (XBT Table 7)."""
+GRACE = 30.0
+"""Seconds for a launcher to stop its processes, as many as torchrun gives them."""
 MINUTES, LEAST_SHARE = 15, 0.4
 SHARD_ROWS, MOST_WORKERS, PREFETCHED = 500_000, 8, 3
 DISK, DISK_SHARE = Path("runs/bench"), 4  # temporary folders may lie in memory; of what is free a quarter is taken at most
@@ -223,6 +225,21 @@ def launch_command(size: Size, device: torch.device, out: Path) -> list[str]:
     return [*launcher, __file__, str(out), *(["--tiny"] if size is SMALL else [])]
 
 
+def run_within(command: list[str], seconds: float) -> subprocess.CompletedProcess[str] | None:
+    """Run a launcher; return None if it takes too long. Then it is asked to end, as only it can stop the processes it started."""
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            output = process.communicate(timeout=max(seconds, 1))
+        except subprocess.TimeoutExpired:
+            process.terminate()
+            try:
+                process.communicate(timeout=GRACE)
+            except subprocess.TimeoutExpired:
+                process.kill()
+            return None
+    return subprocess.CompletedProcess(command, process.returncode, *output)
+
+
 def sharded(size: Size, device: torch.device, plain: Figure | None, seconds: float) -> Figure:
     """Train steps of the pair stage under FSDP2, in a process of its own, against the same without.
 
@@ -235,11 +252,8 @@ def sharded(size: Size, device: torch.device, plain: Figure | None, seconds: flo
     what = f"pair stage, {size.pairs:,} pairs in parts of {size.mini_batch}, FSDP2 on one GPU"
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "pair_stage.json"
-        try:
-            done = subprocess.run(
-                launch_command(size, device, out), check=False, capture_output=True, text=True, timeout=max(seconds, 1)
-            )
-        except subprocess.TimeoutExpired:
+        done = run_within(launch_command(size, device, out), seconds)
+        if done is None:
             return Figure(what, note=f"not run to its end: it was stopped after {seconds:.0f} s")
         if done.returncode or not out.exists():
             said = [line for line in done.stderr.splitlines() if "Error" in line] or done.stderr.splitlines() or ["no word"]
