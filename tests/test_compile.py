@@ -13,7 +13,7 @@ import warm
 from PIL import Image
 from schedule import mostly_nightly
 from test_distributed import join_group
-from test_models import CLASSIFIED, TRAINED, batch_for, build
+from test_models import CLASSIFIED, TRAINED, TRIPLETS, batch_for, build
 from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
 
 from xcompat.models import CompatModel
@@ -36,9 +36,6 @@ def assert_same_loss(model: CompatModel, batch: dict[str, torch.Tensor]) -> None
 def test_a_training_step_is_a_single_graph(method: str, folder_of: dict[str, str], images: list[Image.Image]) -> None:
     model = build(method, folder_of).train()
     assert_same_loss(model, batch_for(model, images))
-
-
-TRIPLETS: list[dict[str, Any]] = [{"head": "triplet"}, {"triplet_weight": 1.0}]
 
 
 @pytest.mark.parametrize("options", TRIPLETS)

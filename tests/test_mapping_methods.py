@@ -394,6 +394,9 @@ def test_kl_is_that_of_torch_and_knows_its_direction(reverse: bool) -> None:
     mapped_p, target_p = (Categorical(logits=9.0 * F.normalize(x, dim=-1) @ rows.T) for x in (mapped, target))
     wanted = kl_divergence(mapped_p, target_p) if reverse else kl_divergence(target_p, mapped_p)
     torch.testing.assert_close(classifier_kl_loss(mapped, target, seen, 9.0, reverse=reverse), wanted.mean())
+    mapped.requires_grad_()
+    nothing = classifier_kl_loss(mapped, target, torch.full((3, 7), torch.nan), 9.0, reverse=reverse)
+    assert nothing == 0 and not torch.autograd.grad(nothing, mapped)[0].any()
 
 
 @pytest.mark.parametrize("of", ["kl", "lce"])

@@ -43,6 +43,7 @@ LEARNING_OPTIONS: dict[str, dict[str, Any]] = {
 }
 NOT_IN_A_ROW = {"bt2", "drift_adapter", "geometry_residual", "rbt", "residual_mlp", "simclr"}
 MORE = ["adapters", "open_clip", "resnet"]
+TRIPLETS: list[dict[str, Any]] = [{"head": "triplet"}, {"triplet_weight": 1.0}]
 TRAINED = [name for name, model in METHODS.items() if not issubclass(model, ClosedFormModel)]
 
 

@@ -9,7 +9,15 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from xcompat.core.errors import XcompatError
-from xcompat.losses.classification import LOGITS_AT_ONCE, cross_entropy_to, in_blocks, loss_dtype, mean_of_known, rows_of_labels
+from xcompat.losses.classification import (
+    ABSENT,
+    LOGITS_AT_ONCE,
+    cross_entropy_to,
+    in_blocks,
+    loss_dtype,
+    mean_of_known,
+    rows_of_labels,
+)
 
 
 def angular_alignment_loss(embeds_BD: Tensor, targets_BD: Tensor) -> Tensor:
@@ -120,19 +128,22 @@ def classifier_kl_loss(
         >>> classifier_kl_loss(torch.eye(2), torch.eye(2), torch.eye(2), 10.0).item()
         0.0
     """
-    rows_CD = weight_CD[weight_CD[:, 0].isfinite()].float()
+    absent_C = ~weight_CD[:, 0].isfinite()  # masked instead of left out, as a GPU would be waited for to count them
+    rows_CD = weight_CD.masked_fill(absent_C[:, None], 0.0).float()
     rows_CD = rows_CD if scale is None else F.normalize(rows_CD, dim=-1)
     first_BD, second_BD = (mapped_BD, target_BD) if reverse else (target_BD, mapped_BD)
-    block = functools.partial(_divergence, rows_CD=rows_CD, scale=scale)
+    block = functools.partial(_divergence, rows_CD=rows_CD, absent_C=absent_C, scale=scale)
     rows = max(1, LOGITS_AT_ONCE // max(1, len(rows_CD)))
     return torch.stack(in_blocks(block, rows, first_BD, second_BD)).sum() / len(mapped_BD)
 
 
-def _divergence(first_BD: Tensor, second_BD: Tensor, rows_CD: Tensor, scale: float | None) -> Tensor:
+def _divergence(first_BD: Tensor, second_BD: Tensor, rows_CD: Tensor, absent_C: Tensor, scale: float | None) -> Tensor:
     """Sum KL(p_first ‖ p_second) over the rows."""
     with torch.autocast(first_BD.device.type, enabled=False):  # bf16 logits would be rounded to 1/16 at scale 14
         first_BC, second_BC = (
-            F.log_softmax((x_BD if scale is None else scale * F.normalize(x_BD, dim=-1)) @ rows_CD.T, dim=-1)
+            F.log_softmax(
+                ((x_BD if scale is None else scale * F.normalize(x_BD, dim=-1)) @ rows_CD.T).masked_fill(absent_C, ABSENT), dim=-1
+            )
             for x_BD in (first_BD.float(), second_BD.float())
         )
         return F.kl_div(second_BC, first_BC, log_target=True, reduction="sum")

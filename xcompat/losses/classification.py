@@ -29,7 +29,8 @@ USUAL_TRIPLET_MARGIN = 0.3
 """Default margin of triplets (Hermans et al. 2017 try 0.1 to 1; 0.3 is usual in re-identification)."""
 
 _LEFT_OUT = -100  # the label that torch's cross-entropy ignores
-_ABSENT = -1e30  # logit of a class without a row, with a softmax of 0; infinity would give NaN if all classes are absent
+ABSENT = -1e30
+"""Logit of a class without a row, with a softmax of 0. Infinity would give NaN if all classes are absent."""
 _USUAL: dict[str, tuple[float | None, float | None]] = {
     "softmax": (None, None),
     "normalized_softmax": (20.0, None),
@@ -107,7 +108,7 @@ def cross_entropy_to(weights_Cd: Tensor, embeds_Bd: Tensor, labels_B: Tensor, sc
     """
     row_B, known_B = rows_of_labels(weights_Cd, labels_B)
     absent_C = weights_Cd[:, 0].isnan()
-    bias_C = torch.zeros_like(absent_C, dtype=loss_dtype(embeds_Bd, weights_Cd)).masked_fill(absent_C, _ABSENT)
+    bias_C = torch.zeros_like(absent_C, dtype=loss_dtype(embeds_Bd, weights_Cd)).masked_fill(absent_C, ABSENT)
     targets_B = row_B.masked_fill(~known_B, _LEFT_OUT)
     return mean_of_known(_losses(embeds_Bd, weights_Cd.nan_to_num(nan=0.0), targets_B, scale, bias_C=bias_C), known_B)
 
@@ -127,7 +128,7 @@ def batch_hard_triplet_loss(features_BD: Tensor, labels_B: Tensor, margin: float
         Scalar: the mean over all anchors, including those that satisfy the margin.
 
     Raises:
-        XcompatError: the batch has no anchor. In a compiled step, the loss is then 0.
+        XcompatError: the batch has no anchor. On other devices than CPUs, and in a compiled step, the loss is then 0.
 
     Example:
         >>> features = torch.tensor([[1.0, 0.0], [1.0, 0.0], [-1.0, 0.0]])
@@ -137,7 +138,8 @@ def batch_hard_triplet_loss(features_BD: Tensor, labels_B: Tensor, margin: float
     same_BB = labels_B[:, None] == labels_B
     positive_BB = same_BB & ~torch.eye(len(labels_B), dtype=torch.bool, device=labels_B.device)
     anchor_B = positive_BB.any(dim=1) & ~same_BB.all(dim=1)
-    if not torch.compiler.is_compiling() and not anchor_B.any():  # a compiled step cannot look at numbers
+    looks = labels_B.device.type == "cpu" and not torch.compiler.is_compiling()  # a GPU would be waited for
+    if looks and not anchor_B.any():
         raise XcompatError(
             "the batch has no triplet: it has fewer than two samples of every class, or a single class; "
             "draw several samples of several classes into every batch"
