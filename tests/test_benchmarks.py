@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 import os
 import subprocess
@@ -107,6 +108,22 @@ def test_lines_study_finds_a_planted_rotation(
     assert len(rotations) == 4 and all(cell.endswith("+0.0 (0.0 to 0.0)") for row in rotations for cell in row[1:-1])
     assert {row[0] for row in rows} >= {"old/old", "new/new", *lines.SOLVERS, "rank correlation, all rows"}
     assert "2 seeds" in printed and "torch" in printed
+
+
+def test_expected_first_hits_are_the_mean_over_all_galleries(benchmark: Any) -> None:
+    study = benchmark("half_precision")
+    items, codes, share = np.random.default_rng(0).normal(size=(7, 3)).astype(np.float32), np.array([0, 1, 0, 1, 2, 0, 1]), 0.3
+    wanted = np.zeros(7)
+    for gallery in itertools.product([False, True], repeat=7):
+        for query, code in enumerate(codes):
+            others = [item for item in range(7) if gallery[item] and item != query]
+            chance = share ** len(others) * (1 - share) ** (6 - len(others)) / 2  # the query itself does not count
+            if others:
+                first = max(others, key=lambda item, query=query: items[query] @ items[item])
+                wanted[query] += chance * (codes[first] == code)
+    np.testing.assert_allclose(study.expected_first_hits(items, items, codes, share), wanted, atol=1e-12)
+    hits = study.expected_first_hits(items, items, codes, 1.0)
+    assert set(hits) <= {0.0, 1.0} and hits[4] == 0, "the first hit of the whole gallery"
 
 
 def test_mutual_information_is_a_block_of_the_joint_precision(benchmark: Any) -> None:
