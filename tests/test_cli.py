@@ -531,6 +531,26 @@ def test_help_of_every_verb_comes_without_torch() -> None:
     assert done.stdout.count("Usage: ") == len(VERBS) and "<bool>" not in done.stdout, "a flag takes no value"
 
 
+def test_commands_on_embeddings_load_no_library_of_training() -> None:
+    """Each takes up to a second, and transformers loads enough; collections of garbage wait for the end of the imports."""
+    code = (
+        "import gc, sys\n"
+        "from xcompat.core.lazy import without_collection\n"
+        "from xcompat.core.progress import silence_libraries\n"
+        "with without_collection():\n"
+        "    import xcompat.mapping.commands, xcompat.serve.app, xcompat.serve.site_loading, xcompat.training.evaluate_command\n"
+        "    assert not gc.isenabled()\n"
+        "silence_libraries()\n"
+        "assert gc.isenabled() and gc.get_freeze_count() > 100_000\n"
+        "heavy = {'datasets', 'matplotlib', 'pandas', 'peft', 'sklearn', 'transformers.models.clip.modeling_clip'}\n"
+        "assert not heavy & set(sys.modules), heavy & set(sys.modules)\n"
+        "import datasets\n"
+        "assert datasets.are_progress_bars_disabled()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and not done.stderr, done.stderr
+
+
 def commands_of(command: Any, typed: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
     if not isinstance(command, TyperGroup):
         yield " ".join(typed), command

@@ -274,8 +274,8 @@ def map_(
     bad_share = BAD_SHARE if max_bad_share is None else max_bad_share
     asked = MapRequest(parse_place(old), new, out, *choices, bad_share, allow_worse, gallery, reading, direction, sample, memory)
     asked.require()
-    announce_loading(*asked.models)
-    from xcompat.mapping.commands import map_embeddings
+    with announce_loading(*asked.models):
+        from xcompat.mapping.commands import map_embeddings
 
     if not map_embeddings(asked):
         raise typer.Exit(1)
@@ -380,8 +380,8 @@ def evaluate(
     if new is not None and old is not None:
         place = output or Path("runs/evaluation")
         require_folders(judged_folders(Path(old), new, new_own, independent, by_map), qrels, place, require_compatible)
-        announce_loading(by_map)
-        from xcompat.training.evaluate_command import evaluate_embeddings, evaluation_settings
+        with announce_loading(by_map):
+            from xcompat.training.evaluate_command import evaluate_embeddings, evaluation_settings
         from xcompat.vectors.checks import BAD_SHARE
 
         share, settings = BAD_SHARE if max_bad_share is None else max_bad_share, evaluation_settings(rerank, threshold)
@@ -389,8 +389,8 @@ def evaluate(
     elif target is not None and kind == "checkpoint":
         place = output or target / "evaluation"
         require_testable(target, data, place)
-        announce_loading(target, old)
-        from xcompat.training.evaluate_command import evaluate_checkpoint, evaluation_settings
+        with announce_loading(target, old):
+            from xcompat.training.evaluate_command import evaluate_checkpoint, evaluation_settings
 
         report = evaluate_checkpoint(target, data, overrides or [], old, place, evaluation_settings(rerank, threshold))
     else:

@@ -123,10 +123,10 @@ def load_model(model: str, dtype: Dtype = None, side_info: str | None = None) ->
     from xcompat.retrieval import argument_checks
 
     argument_checks.require_models(model)
-    announce_loading(model, side_info)
-    import torch
+    with announce_loading(model, side_info):
+        import torch
 
-    from xcompat.models.embedder import load_embedder
+        from xcompat.models.embedder import load_embedder
 
     silence_libraries()
     dtypes = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -138,10 +138,10 @@ def load_map(model: str) -> CompatModel:
     from xcompat.retrieval import argument_checks
 
     folder = argument_checks.require_map(model)
-    announce_loading(model)
-    import torch
+    with announce_loading(model):
+        import torch
 
-    from xcompat.models.embedder import is_checkpoint, load_checkpoint
+        from xcompat.models.embedder import is_checkpoint, load_checkpoint
 
     if not is_checkpoint(folder):
         load_model(model)  # or there is none

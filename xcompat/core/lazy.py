@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+import atexit
+import gc
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-__all__ = ["datasets", "dist", "faiss", "import_on_use"]
+__all__ = ["datasets", "dist", "faiss", "import_on_use", "without_collection"]
 
 
 def import_on_use(package: str, places: Mapping[str, Collection[str]]) -> Callable[[str], object]:
@@ -25,6 +29,25 @@ def import_on_use(package: str, places: Mapping[str, Collection[str]]) -> Callab
         return getattr(import_module(f"{package}.{modules[name]}"), name)
 
     return find
+
+
+@contextmanager
+def without_collection() -> Iterator[None]:
+    """Import PyTorch without garbage collection, for the command line.
+
+    The imports create half a million objects that stay, and each collection would check all of them. Later collections skip them
+    too. Does nothing if PyTorch is loaded already.
+    """
+    if "torch" in sys.modules:
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        atexit.register(gc.unfreeze)  # nanobind reports leaks of modules that are not collected at exit
+        gc.enable()
 
 
 class _LazyModule(ModuleType):

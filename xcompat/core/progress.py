@@ -8,10 +8,11 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from typing import Any, TypeVar, cast
 
+import wrapt
 from rich.console import Console, ConsoleDimensions
 from rich.markup import escape
 from rich.progress import (
@@ -31,7 +32,7 @@ from typing_extensions import override
 
 from xcompat.core.distributed import is_main_process
 from xcompat.core.errors import visible, visible_line
-from xcompat.core.lazy import datasets
+from xcompat.core.lazy import without_collection
 
 T = TypeVar("T")
 WIDE = 10_000
@@ -98,19 +99,23 @@ def results_on_stdout() -> Iterator[None]:
         console.stderr = before
 
 
-def announce_loading(*models: object) -> None:
+def announce_loading(*models: object) -> AbstractContextManager[None]:
     """Print on stderr which models a command loads, before the import of PyTorch, which takes seconds.
 
     Silent if PyTorch is imported already, and if stdout is for results (:func:`results_on_stdout`).
 
     Args:
         models: names or folders; None and empty texts are skipped. Without any, the line names PyTorch.
+
+    Returns:
+        A context for the imports, to make them faster (:func:`~xcompat.core.lazy.without_collection`).
     """
     if "torch" in sys.modules or console.stderr:
-        return
+        return without_collection()
     names = ", ".join(dict.fromkeys(visible_line(str(model)) for model in models if model))
     with results_on_stdout():
         console.print(f"Loading models: {names}" if names else "Loading PyTorch", style="dim", markup=False, soft_wrap=True)
+    return without_collection()
 
 
 class _Console(logging.Handler):
@@ -303,10 +308,14 @@ def stage(title: str, seconds: dict[str, float] | None = None) -> Iterator[None]
     console.print(f"[green]✓[/] {shown} [dim]({took:.1f} s)[/]")
 
 
+def _disable_progress_bars(module: Any) -> None:  # noqa: ANN401 - a module
+    module.disable_progress_bars()
+
+
 def silence_libraries() -> None:
     """Silence the progress bars of datasets and transformers."""
     import transformers
 
-    datasets.disable_progress_bars()
+    wrapt.register_post_import_hook(_disable_progress_bars, "datasets")  # at once, if it is imported already
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()

@@ -8,7 +8,6 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias
 
-import datasets as hf
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -16,6 +15,7 @@ from PIL.Image import Image
 from pydantic import ValidationError
 
 from xcompat.core.errors import XcompatError
+from xcompat.core.lazy import datasets as hf
 from xcompat.core.progress import Waiting
 from xcompat.data import BadSamples, PairSource, TextSource, contains_images, load_pairs, load_text_items
 from xcompat.data.schema import CAPTION, ID, IMAGE, METADATA, TEXT, captions_of

@@ -7,13 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
-import datasets as hf
 import numpy as np
 from numpy.typing import NDArray
 
 from xcompat.core.arrays import read_lines
 from xcompat.core.errors import XcompatError
 from xcompat.core.fingerprint import Fingerprint
+from xcompat.core.lazy import datasets as hf
 from xcompat.core.paths import is_file
 from xcompat.core.progress import advance_bar, console, progress_bar
 from xcompat.data import BadSamples

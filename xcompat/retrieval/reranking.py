@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
-import datasets as hf
 import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
@@ -15,6 +14,7 @@ from numpy.typing import ArrayLike, NDArray
 from xcompat.core.arrays import normalise_rows
 from xcompat.core.errors import FingerprintMismatchError, XcompatError
 from xcompat.core.fingerprint import Fingerprint
+from xcompat.core.lazy import datasets as hf
 from xcompat.core.progress import notice, notice_once
 from xcompat.data import BadSamples
 from xcompat.data.schema import ID, METADATA, TEXT

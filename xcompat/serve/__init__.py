@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from xcompat.core.errors import XcompatError
+from xcompat.core.lazy import without_collection
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -43,8 +44,9 @@ def serve_target(
         raise XcompatError(
             f'the page needs {error.name}; install it with `pip install -e ".[serve]"` in a clone of xcompat'
         ) from None
-    from xcompat.serve.app import listen, serve
-    from xcompat.serve.site_loading import load_site
+    with without_collection():
+        from xcompat.serve.app import listen, serve
+        from xcompat.serve.site_loading import load_site
 
     listen(options).close()  # raises before models are loaded
     serve(load_site(target, model, old, sources, allow_changes, ids), options)

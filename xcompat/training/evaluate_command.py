@@ -37,7 +37,6 @@ from xcompat.training.model_evaluation import embed_new, make_report, map_querie
 from xcompat.training.overrides import apply_override
 from xcompat.training.recipe import explain, load_recipe
 from xcompat.training.record import find_model
-from xcompat.training.run import run_recipe
 from xcompat.training.sections import DataSettings, EvaluationSettings
 from xcompat.training.stored_models import load_frozen
 from xcompat.vectors.checks import BAD_SHARE
@@ -78,6 +77,8 @@ def evaluate_recipe(target: Path, overrides: Sequence[str]) -> Report:
         report = load_report(target)
         print_report(report, console)
         return report
+    from xcompat.training.run import run_recipe  # and with it all of training
+
     reports = run_recipe(load_recipe(target, overrides))
     if not reports:
         raise XcompatError(f"{target} evaluates nothing: a stage needs an old model, a test set in data, and evaluation")

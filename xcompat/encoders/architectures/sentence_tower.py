@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+import transformers
 from huggingface_hub.dataclasses import strict
 from tokenizers import Tokenizer
 from tokenizers.processors import Sequence
@@ -16,8 +17,6 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
-    VisionTextDualEncoderConfig,
-    VisionTextDualEncoderModel,
 )
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
@@ -113,8 +112,9 @@ def join_towers(image: "EncoderSource | str", text: "EncoderSource | str", dim: 
     tower = SentenceTowerModel(config)
     tower.encoder.load_state_dict(text_encoder.state_dict())
     vision.config.hidden_size = image_encoder.embedding_dim  # the projection's input, which convolutional networks do not state
-    joined = VisionTextDualEncoderConfig.from_vision_text_configs(vision.config, config, projection_dim=dim)
-    VisionTextDualEncoderModel(joined, vision, tower).save_pretrained(folder)
+    # by the package's name, as their modules load CLIP, which a map of embeddings does not need
+    joined = transformers.VisionTextDualEncoderConfig.from_vision_text_configs(vision.config, config, projection_dim=dim)
+    transformers.VisionTextDualEncoderModel(joined, vision, tower).save_pretrained(folder)
     pixels.save_pretrained(folder)
     _with_padding(tokens.tokenizer, settings["special_tokens"]).save_pretrained(folder)
 
