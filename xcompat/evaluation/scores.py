@@ -27,6 +27,7 @@ UNIT = _GRID**2
 """Score of cosine 1."""
 _NORM_ROWS, _GPU_NORM_ROWS = 1024, 16384
 _MOST_BYTES = 2**30  # larger embeddings go to a GPU block by block
+_MOST_KEPT = 2**20  # most numbers of embeddings whose block stays in memory (8 MB)
 _NOT_FINITE = "NaN or infinite numbers in {}: the model diverged or overflowed; fix the model and re-embed"
 _FEW = 1 / 64  # below this share of all pairs, scoring one by one is faster than a whole product
 _MOST_NUMBERS = 2**24  # most numbers gathered to score pairs one by one (128 MB)
@@ -76,7 +77,7 @@ def blocks(total: int, chunk_size: int) -> Iterator[slice]:
 
 
 class ExactRows:
-    """Embeddings that are normalised and rounded block by block; only norms stay in memory.
+    """Embeddings that are normalised and rounded block by block; only norms stay in memory, and a single small block.
 
     On a CUDA device, the embeddings stay there, and blocks have the same bits as on a CPU.
 
@@ -97,6 +98,7 @@ class ExactRows:
     def __init__(self, embeds_ND: Embeddings, what: str, device: torch.device) -> None:
         self.device = device
         self._rows_ND, self._norms_N1 = self._place(embeds_ND, what)
+        self._kept: torch.Tensor | None = None
 
     def _place(self, embeds_ND: Embeddings, what: str) -> tuple[Embeddings, Any]:
         if not _is_on_gpu(embeds_ND):
@@ -129,9 +131,15 @@ class ExactRows:
         if isinstance(self._rows_ND, torch.Tensor):
             here = rows if isinstance(rows, slice) else torch.from_numpy(rows).to(self._rows_ND.device)
             return (self._rows_ND[here].double() / self._norms_N1[here]).mul_(_GRID).round_().to(self.device)
+        is_whole = isinstance(rows, slice) and rows == slice(0, len(self))
+        if is_whole and self._kept is not None:
+            return self._kept
         wide_BD = np.divide(self._rows_ND[rows], self._norms_N1[rows], dtype=np.float64)
         wide_BD *= _GRID
-        return torch.from_numpy(np.rint(wide_BD, out=wide_BD)).to(self.device)
+        block_BD = torch.from_numpy(np.rint(wide_BD, out=wide_BD)).to(self.device)
+        if is_whole and self._rows_ND.size <= _MOST_KEPT:
+            self._kept = block_BD  # other queries can search the same gallery
+        return block_BD
 
 
 def _is_on_gpu(embeds_ND: Embeddings) -> bool:
@@ -161,7 +169,9 @@ def _norms(rows_BD: np.ndarray, what: str) -> np.ndarray:
         raise XcompatError(_NOT_FINITE.format(what))
     peak_B1[peak_B1 == 0] = 1.0
     # accumulate adds from left to right; the order of a plain sum depends on the block's shape
-    norms_B1 = peak_B1 * np.sqrt(np.add.accumulate(np.square(wide_BD / peak_B1), axis=1)[:, -1:])
+    squares_BD = wide_BD / peak_B1
+    squares_BD *= squares_BD
+    norms_B1 = peak_B1 * np.sqrt(np.add.accumulate(squares_BD, axis=1, out=squares_BD)[:, -1:])
     return np.where(norms_B1 > 0, norms_B1, 1.0)
 
 
