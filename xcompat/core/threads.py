@@ -9,12 +9,12 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from itertools import islice
 from typing import TypeVar
 
 import torch
-from threadpoolctl import threadpool_limits
+from threadpoolctl import ThreadpoolController, threadpool_limits
 
 MOST_THREADS = 16
 """Maximum threads. Each holds its own blocks in memory, and all share the memory bandwidth."""
@@ -148,6 +148,18 @@ def on_one_core(function: Callable[[T], R]) -> Callable[[T], R]:
             return function(item)
 
     return run_alone
+
+
+@functools.cache
+def _thread_pools() -> ThreadpoolController:
+    """Return the process's thread pools. Finding them takes 8 ms."""
+    return ThreadpoolController()
+
+
+def one_blas_thread() -> AbstractContextManager[object]:
+    """Make NumPy compute its products in the calling thread only."""
+    pools: AbstractContextManager[object] = _thread_pools().limit(limits=1, user_api="blas")
+    return pools
 
 
 @contextmanager

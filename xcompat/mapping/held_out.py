@@ -12,11 +12,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from threadpoolctl import threadpool_limits
 from typing_extensions import override
 
 from xcompat.core.arrays import copy_rows, normalise_rows
-from xcompat.core.threads import map_over_cores
+from xcompat.core.threads import map_over_cores, one_blas_thread
 from xcompat.evaluation import PairedDifference, bootstrap_interval, paired_bootstrap
 from xcompat.evaluation.cases import ALL, IMAGE_TO_IMAGE, IMAGE_TO_TEXT, TEXT_TO_IMAGE, TEXT_TO_TEXT, BackfillLoss, Case
 from xcompat.evaluation.labelled import Items, LabelledPairs
@@ -351,7 +350,8 @@ class RerankableSplit(ValidationSplit):
     @override
     def prepare_reranking(self, queries: Queries, most: int) -> Reranking | None:
         searches = self._search_folds(queries, _stored_embeddings)
-        hits = list(zip(searches, map_over_cores(lambda each: each.find_first_hits(most), searches, CPU), strict=True))
+        with one_blas_thread():
+            hits = list(map_over_cores(lambda each: (each, each.find_first_hits(most)), searches, CPU))
 
         def measure(old_weight: float, k: int) -> list[FoldResult]:
             def measure_search(found: tuple[FoldSearch, FirstHits]) -> FoldResult:
@@ -364,13 +364,16 @@ class RerankableSplit(ValidationSplit):
     @override
     def measure_search(self, asked: Queries, searched: Queries) -> list[FoldResult]:
         searches = self._search_folds(asked, searched)
-        return list(map_over_cores(lambda each: self.measure_pairs(each, each.pairs), searches, CPU))
+        with one_blas_thread():  # NumPy's threads would compete with those of the folds
+            return list(map_over_cores(lambda each: self.measure_pairs(each, each.pairs), searches, CPU))
 
-    def _search_folds(self, asked: Queries, searched: Queries) -> list[FoldSearch]:
-        """Return the searches of all folds; each core maps a fold's queries, and only it uses the fold's parts."""
+    def _search_folds(self, asked: Queries, searched: Queries) -> Iterator[FoldSearch]:
+        """Yield the searches of all folds; each core maps a fold's queries, and only it uses the fold's parts.
+
+        Searches of a fold are measured while the next folds are mapped, as cores would wait for the last of five folds.
+        """
         folds = range(len(self.learned_rows))
-        with threadpool_limits(1, user_api="blas"):  # NumPy's threads would compete with those of the folds
-            return [*chain.from_iterable(map_over_cores(lambda fold: [*self.searches_of(fold, asked, searched)], folds, CPU))]
+        return chain.from_iterable(map_over_cores(lambda fold: [*self.searches_of(fold, asked, searched)], folds, CPU))
 
     @abstractmethod
     def searches_of(self, fold: int, asked: Queries, searched: Queries) -> Iterator[FoldSearch]:
