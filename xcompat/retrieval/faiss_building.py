@@ -104,7 +104,7 @@ def make_index(factory: str, dim: int, metric: Metric) -> faiss.Index:
 
 
 def require_factory(factory: str) -> None:
-    """Raise if faiss cannot read a factory string, whatever the dimension."""
+    """Raise if faiss cannot read a factory string for any dimension."""
     try:
         faiss.index_factory(ANY_DIM, factory)
     except RuntimeError as error:
