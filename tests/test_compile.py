@@ -88,6 +88,7 @@ def compile_on_a_rank(rank: int, folders: dict[str, str], images: list[Image.Ima
     dist.destroy_process_group()
 
 
+@pytest.mark.nightly
 def test_a_step_that_gathers_batches_is_a_single_graph(
     folder_of: dict[str, str], images: list[Image.Image], tmp_path: Path
 ) -> None:
