@@ -186,7 +186,7 @@ def test_the_vectors_of_an_index_migrate_with_a_map_of_galleries(
     answers = [run_xcompat(*searching, model) for model in (folder_of["clip"], "runs/forward")]
     hits = [json.loads(out)["hits"] for _, out, _ in answers]
     assert [hit["id"] for hit in hits[0]] == [hit["id"] for hit in hits[1]], "queries of the new model stay as they are"
-    assert run_xcompat("migrate", "finish", uri)[0] == 0 and run_xcompat(*searching, folder_of["clip"])[0] == 0
+    assert run_xcompat("migrate", "finish", uri, "--yes")[0] == 0 and run_xcompat(*searching, folder_of["clip"])[0] == 0
     code, _, err = run_xcompat("gallery", "adopt", "own.faiss", "--ids", "ids.txt", "--model", old_folder, "--out", "adopted")
     assert code == 0, err
     assert run_xcompat("gallery", "alias", "adopted", "own")[0] == 0

@@ -405,7 +405,7 @@ def test_commands_migrate_a_part(postgres: str, database: Any, vectors: np.ndarr
         ("switch", named, "has the new vectors"),
         ("rollback", [], "has the old vectors again"),
         ("switch", named, "has the new vectors"),
-        ("finish", [], "_before from"),
+        ("finish", ["--yes"], "_before from"),
     ]:
         result = run(app, ["migrate", verb, uri, *options])
         assert result.exit_code == 0 and said in " ".join(result.stdout.split()), (verb, result.stdout, result.exception)

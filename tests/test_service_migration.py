@@ -100,20 +100,24 @@ def test_the_command_line_re_embeds_by_a_service(place: LancePlace, tmp_path: Pa
     found = json.loads(run("verify", *named, "--json").stdout)
     assert found["passed"] and found["compared"] == N and found["wrong"] == 0
     run("switch", *named)
-    assert "_before from" in run("finish").stdout
+    assert "_before from" in run("finish", "--yes").stdout
     assert place.dim() == NEW_DIM and place.open().spaces()["embedding"].fingerprint.name == "big-3"  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("answer", ["n", "y", None])
-def test_finish_asks_in_a_terminal(place: LancePlace, monkeypatch: pytest.MonkeyPatch, answer: str | None) -> None:
+@pytest.mark.parametrize(("answer", "options"), [("n", []), ("y", []), (None, []), (None, ["--yes"])])
+def test_finish_asks_before_it_deletes(
+    place: LancePlace, monkeypatch: pytest.MonkeyPatch, answer: str | None, options: list[str]
+) -> None:
+    """Outside a terminal (no answer) it needs --yes."""
     service = ServiceEmbedding(Provider(Service(), "big-3"), "about")
     migration.start(place.open(), service)
     migration.switch(place.open(), service)
-    monkeypatch.setattr("xcompat.cli.migrate.sys", SimpleNamespace(stdin=SimpleNamespace(isatty=lambda: True)))
-    options = ["--yes"] if answer is None else []
+    monkeypatch.setattr("xcompat.cli.migrate.sys", SimpleNamespace(stdin=SimpleNamespace(isatty=lambda: answer is not None)))
     result = CliRunner().invoke(app, ["migrate", "finish", place.uri(), *options], input=answer)
-    assert result.exit_code == (answer == "n") and ("This cannot be undone." in result.output) == (answer is not None)
-    assert ("embedding_before" in place.names()) == (answer == "n")
+    is_deleted = answer == "y" or bool(options)
+    assert (result.exit_code == 0) == is_deleted and ("This cannot be undone." in result.output) == (answer is not None)
+    assert ("embedding_before" in place.names()) != is_deleted
+    assert ("confirm with --yes" in str(result.exception)) == (answer is None and not is_deleted)
 
 
 @pytest.mark.parametrize(

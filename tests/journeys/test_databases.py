@@ -166,8 +166,8 @@ def test_a_migration_by_a_process_per_verb_survives_kills(collection: Collection
     run("rollback")
     assert collection.quality(OLD) == before
     run("switch")
-    kill("drop_space", 1, "finish")
-    run("finish")
+    kill("drop_space", 1, "finish", "--yes")
+    run("finish", "--yes")
     assert collection.quality(NEW) == pytest.approx(after, abs=1e-3)
     store = xcompat.stores.open(collection.uri)
     assert json.loads(json.dumps(store.describe()))["rows"] == 1400 and len(store.spaces()) == 1

@@ -252,7 +252,7 @@ def test_texts_move_while_a_service_writes(postgres: str, database: Any, tmp_pat
     service.kept = kept
     service.start()
     run("switch", "--model", model, kill=False)
-    run("finish")
+    run("finish", "--yes")
     assert texts.recall(address, NEW_MODEL) >= quality - 0.05
     service.ended.set()
     service.join()

@@ -227,16 +227,17 @@ def rollback(
 @app.command()
 def finish(
     uri: Uri,
-    yes: Annotated[
-        bool, typer.Option("--yes", help="Delete without a confirmation prompt. Outside a terminal, there is never a prompt.")
-    ] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Delete without a confirmation prompt. Needed outside a terminal.")] = False,
 ) -> None:
     """Delete the old vectors. This cannot be undone."""
     store = _open(uri)
-    if not yes and sys.stdin.isatty():
-        typer.confirm(f"Delete the old vectors of {store.uri}? This cannot be undone.", abort=True)
-    from xcompat.stores import commands
+    from xcompat.stores import commands, migration
 
+    found = migration.migration_of(store)
+    if not yes and not sys.stdin.isatty():
+        raise XcompatError(f"finish deletes the old vectors of {found.space} in {store.uri} for good; confirm with --yes")
+    if not yes:
+        typer.confirm(f"Delete the old vectors of {store.uri}? This cannot be undone.", abort=True)
     commands.finish(store)
 
 
