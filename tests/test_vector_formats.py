@@ -19,7 +19,7 @@ from safetensors.numpy import save_file
 from xcompat.core.errors import XcompatError
 from xcompat.vectors import Columns, read_vectors
 from xcompat.vectors.formats import is_table
-from xcompat.vectors.tables import column_names
+from xcompat.vectors.tables import column_names, has_nested_names
 
 ROWS = np.random.default_rng(0).standard_normal((5, 4)).astype(np.float32)
 IDS = ["007", "b", "c d", 'e"', "é"]
@@ -168,6 +168,17 @@ def test_one_of_several_named_vectors_is_chosen(tmp_path: Path) -> None:
     with pytest.raises(XcompatError, match=r"item 0 has several vectors \(text, image\); choose one with --vector-name"):
         read_vectors(dump)
     assert np.array_equal(read_vectors(dump, Columns(vector="image")).rows_ND, ROWS)
+
+
+def test_names_within_fields_of_an_export_are_chosen(tmp_path: Path) -> None:
+    points = _points(lambda row: {"text": row[::-1], "image": row})
+    points = [
+        point | {"id": number, "payload": {"sku": name}} for number, (point, name) in enumerate(zip(points, IDS, strict=True))
+    ]
+    for path in (_json(tmp_path, {"result": {"points": points}}), _lines(tmp_path, points)):
+        found = read_vectors(path, Columns("sku", "image"))
+        assert found.ids == IDS and np.array_equal(found.rows_ND, ROWS)
+        assert has_nested_names(path), "xcompat map refuses only names that tables lack"
 
 
 def test_failed_requests_of_a_batch_have_no_embedding(tmp_path: Path) -> None:

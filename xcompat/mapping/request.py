@@ -21,8 +21,8 @@ from xcompat.mapping.indexes import READ_AS_IT_IS, Place, Reading, StoreAddress,
 from xcompat.mapping.sides import holds_embeddings, require_side, side_files
 from xcompat.vectors.checks import BAD_SHARE
 from xcompat.vectors.codecs import require_codec
-from xcompat.vectors.formats import ARRAYS, DOCUMENTS, is_table
-from xcompat.vectors.tables import column_names
+from xcompat.vectors.formats import ARRAYS, is_table
+from xcompat.vectors.tables import column_names, has_nested_names
 
 MADE_BY = "map"
 Activation = Literal["relu", "gelu"]
@@ -254,9 +254,8 @@ class MapRequest:
         sides = [side for side in (self.old, self.new) if isinstance(side, Path)]
         tables = [side for side in sides if side.exists() and not is_gallery(side)]
         names = [name for side in tables if is_table(side) for name in column_names(side)]
-        is_opaque = any(
-            side.name.endswith((*ARRAYS, *DOCUMENTS)) for side in tables
-        )  # their names are checked when they are read
+        # their names are checked when they are read
+        is_opaque = any(side.name.endswith(ARRAYS) or has_nested_names(side) for side in tables)
         for option, name in zip(("--id-column", "--vector-name"), self.reading.columns, strict=True):
             if name is not None and name not in names and not is_opaque:
                 raise XcompatError(f"{option} {name}: no side has this column (there are {', '.join(names) or 'none'})")

@@ -113,17 +113,23 @@ def _rows(item: Any, where: str, columns: Columns) -> Iterator[Row]:  # noqa: AN
     if "custom_id" in item and ("response" in item or "error" in item):
         yield from _answers(item, where)
         return
-    nested = [field for field in _NESTED if isinstance(item.get(field), Mapping)]
-    source = next((each for each in (item, *(item[field] for field in nested)) if columns.find_vector(list(each))), None)
+    levels = [item, *(item[field] for field in _NESTED if isinstance(item.get(field), Mapping))]
+    source = _level_with(columns.vector, levels) or next((each for each in levels if columns.find_vector(list(each))), None)
     if source is None and (page := _items(item)) is not None:  # a page of a scroll
         for number, each in enumerate(page):
             yield from _rows(each, f"{where}, item {number}", columns)
         return
-    holder = next((each for each in (item, source) if each is not None and columns.find_id(list(each))), item)
+    usual = next((each for each in (item, source) if each is not None and columns.find_id(list(each))), item)
+    holder = _level_with(columns.id, levels) or usual
     name = columns.find_id(list(holder)) or "index"
     value = source[columns.find_vector(list(source))] if source is not None else None
     found = holder.get(name)
     yield found.get("$oid") if isinstance(found, Mapping) else found, _vector(value, where, columns)
+
+
+def _level_with(name: str | None, levels: list[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    """Return the part of an item that has a chosen field, if any."""
+    return next((each for each in levels if name is not None and name in each), None)
 
 
 def _answers(item: Mapping[str, Any], where: str) -> Iterator[Row]:

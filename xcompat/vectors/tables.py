@@ -164,6 +164,13 @@ def read_schema(file: Path) -> pa.Schema:
     return _open_arrow(file)[0]
 
 
+def has_nested_names(path: Path) -> bool:
+    """Return whether a file can have ids and embeddings within fields: a JSON document, or JSON lines of a database."""
+    if path.name.endswith(JSON_LINES) and path.is_file():
+        return any(isinstance(each, dict) for each in (first_object(path) or {}).values())
+    return path.name.endswith(DOCUMENTS)
+
+
 def _batches(file: Path, columns: Columns) -> Iterator[pa.RecordBatch]:
     """Yield nonempty blocks with the columns ``id``, ``embedding`` and, if stored, ``scale``."""
     if file.name.endswith(PARQUET):
