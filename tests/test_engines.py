@@ -503,6 +503,12 @@ def test_an_engine_that_is_not_installed_is_one_line(
     assert code == 2 and f'`pip install -e ".[{engine}]"`' in error and len(error.splitlines()) == 1
 
 
+def test_ids_have_a_usual_name(run: Run, model: str, vectors: np.ndarray, tmp_path: Path) -> None:
+    pq.write_table(lists(vectors).rename_columns(["doc_id", "vector", "price"]), tmp_path / "items.parquet")
+    assert run(tmp_path / "items.parquet", "--model", model, "--out", tmp_path / "out")[0] == 0
+    assert pq.read_table(tmp_path / "out")["id"].to_pylist() == [f"item-{row}" for row in range(ROWS)]
+
+
 @pytest.mark.parametrize(("there", "workers"), [(0, []), (1, ["--workers", "2"])])
 def test_daft_is_not_asked_for_more_gpus_than_there_are(
     run: Run, model: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there: int, workers: list[str]

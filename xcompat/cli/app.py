@@ -293,7 +293,7 @@ def embed(
     column: Annotated[
         str | None, typer.Option(help="Column to embed or map. Default: the only one with a suitable type.")
     ] = None,
-    id_column: Annotated[str | None, typer.Option(help="Column with ids. Default: id.")] = None,
+    id_column: Annotated[str | None, typer.Option(help="Column with ids. Default: id, doc_id, or a similar name.")] = None,
     dtype: Annotated[Literal["float32", "float16"] | None, typer.Option(help="Dtype of table vectors. Default: float32.")] = None,
     engine: Engine = None,
     workers: WorkerCount = None,

@@ -42,7 +42,7 @@ from xcompat.engines.source_types import read_source
 from xcompat.engines.sources import Part, Source
 from xcompat.engines.tables import Dtype, Reads, TableModel, kind_of
 from xcompat.engines.workers import Workers
-from xcompat.vectors.formats import EMBEDDING_COLUMNS, ID, PARQUET
+from xcompat.vectors.formats import EMBEDDING_COLUMNS, ID_COLUMNS, PARQUET
 
 MOST_UNREAD = 0.01
 """Maximum share of unreadable images."""
@@ -73,7 +73,7 @@ def embed(
         out: output folder. Existing files stay.
         workers: where to compute.
         column: input column, found by its name by default.
-        id_column: id column, default ``id``.
+        id_column: id column, default the first of :data:`~xcompat.vectors.formats.ID_COLUMNS`.
         dtype: dtype of the new vectors.
 
     Raises:
@@ -85,7 +85,8 @@ def embed(
     if isinstance(source.reader, ParquetFiles):  # each Lance version lists its files
         require_outside(out, source.uri)
     column, reads = _column(source, column)
-    id_column = pick_column(id_column, (ID,), source.schema.names, "--id-column", uri)
+    usual = tuple(name for name in ID_COLUMNS if name != column)
+    id_column = pick_column(id_column, usual, source.schema.names, "--id-column", uri)
     if id_column == column:
         raise XcompatError(f"--column and --id-column both name {column!r}; choose two different columns")
     job = _job(source, TableModel.open(model, reads, column, dtype), out, id_column)

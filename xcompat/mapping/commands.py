@@ -139,7 +139,8 @@ def map_embeddings(asked: MapRequest) -> bool:
         write_json(temporary / "report.json", document)
     console.print(f"[green]✓[/] {literal(out / 'model')}: {literal(decided.candidate)}", soft_wrap=True)
     if asked.direction == "old_to_new":
-        console.print(f"Next: `xcompat migrate plan URI --model {literal(out)}`, or `xcompat gallery upgrade`", soft_wrap=True)
+        following = f"`xcompat migrate plan URI --from OLD_MODEL --model {literal(out)}`, or `xcompat gallery upgrade`"
+        console.print(f"Next: {following}", soft_wrap=True)
     return True
 
 

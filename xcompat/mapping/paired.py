@@ -278,7 +278,9 @@ def load_paired(
     new_sides = read_sides(new, max_bad_share, reading._replace(ids=None))
     if (BARE in old_sides) != (BARE in new_sides):
         bare = old if BARE in old_sides else new
-        raise XcompatError(f"{bare} has rows without ids, but the other side has ids; give two .npy files, or two folders")
+        raise XcompatError(
+            f"{bare} has rows without ids, but the other side has ids; add --ids for an index, or give two .npy files or folders"
+        )
     old_sides, new_sides = _of_one_kind(old_sides, new_sides), _of_one_kind(new_sides, old_sides)
     kinds = _common_kinds(old, new, old_sides, new_sides)
     if reading.labels is not None and len(kinds) > 1:

@@ -122,6 +122,8 @@ def choose_evidence(folders: Mapping[str, Path | None], qrels: Path | None = Non
     """
     given = {role: folder for role, folder in folders.items() if folder is not None}
     for folder in given.values():
+        if folder.exists() and not folder.is_dir():
+            raise XcompatError(f"{folder} is a file; choose a folder of embeddings, e.g. with image_embeds.npy and image_ids.txt")
         if not folder.is_dir():
             raise MissingPathError(f"{folder} does not exist; choose a folder of embeddings ({nearest_path(folder)})")
     found = _choose_evidence(given, qrels)
