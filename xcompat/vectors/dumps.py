@@ -122,7 +122,8 @@ def _rows(item: Any, where: str, columns: Columns) -> Iterator[Row]:  # noqa: AN
     usual = next((each for each in (item, source) if each is not None and columns.find_id(list(each))), item)
     holder = _level_with(columns.id, levels) or usual
     name = columns.find_id(list(holder)) or "index"
-    value = source[columns.find_vector(list(source))] if source is not None else None
+    vector = columns.find_vector(list(source)) if source is not None else None
+    value = source[vector] if source is not None and vector is not None else None
     found = holder.get(name)
     yield found.get("$oid") if isinstance(found, Mapping) else found, _vector(value, where, columns)
 
