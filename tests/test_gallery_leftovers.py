@@ -8,9 +8,10 @@ import json
 import os
 import shutil
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,7 @@ from xcompat.core import checksums
 from xcompat.core.checksums import FileRecord
 from xcompat.core.errors import GenerationGoneError
 from xcompat.core.files import PARTIAL
-from xcompat.retrieval import Gallery, commands, faiss_building, integrity, manifest, snapshot
+from xcompat.retrieval import Gallery, commands, compaction, faiss_building, integrity, manifest, snapshot
 from xcompat.retrieval.integrity import CHECKED
 from xcompat.retrieval.lock import lock_writer
 from xcompat.retrieval.manifest import read_manifest
@@ -555,3 +556,14 @@ def test_what_is_remembered_may_be_lost_or_damaged(found: bytes, gallery: Path, 
     compared.clear()
     use(gallery)
     assert "index.faiss" in compared
+
+
+def test_a_compaction_measures_folders_that_others_change(gallery: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    size = compaction.folder_size(gallery)
+    assert size == sum(file.stat().st_size for file in gallery.rglob("*") if file.is_file())
+
+    def walk(folder: Path) -> Iterator[Any]:
+        yield from ((place, folders, [*names, "deleted.npy"]) for place, folders, names in os.walk(folder))
+
+    monkeypatch.setattr(compaction, "os", SimpleNamespace(walk=walk, stat=os.stat, path=os.path))
+    assert compaction.folder_size(gallery) == size and Gallery.open(gallery).compact() > 0

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
+from contextlib import suppress
 from pathlib import Path
 
-from xcompat.core.files import files_below
 from xcompat.core.progress import advance_bar, notice, progress_bar
 from xcompat.retrieval.leftovers import clear
 from xcompat.retrieval.manifest import VersionRecord, forget_earlier
@@ -62,5 +63,10 @@ def _untidy(gallery: Snapshot, version: VersionRecord) -> list[Segment]:
 
 
 def folder_size(folder: Path) -> int:
-    """Return a gallery's total file size in bytes."""
-    return sum(path.stat().st_size for path in files_below(folder) if path.is_file())
+    """Return a gallery's total file size in bytes. Other processes can delete files meanwhile: these do not count."""
+    size = 0
+    for place, _, names in os.walk(folder):  # skips folders that are gone
+        for name in names:
+            with suppress(FileNotFoundError):
+                size += os.stat(os.path.join(place, name)).st_size  # noqa: PTH116, PTH118 - as os.walk gives them
+    return size
