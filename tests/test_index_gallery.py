@@ -176,7 +176,7 @@ def test_the_vectors_of_an_index_migrate_with_a_map_of_galleries(
     code, _, err = run_xcompat(*mapping, "--direction", "old_to_new")
     assert code == 2 and "different --direction" in err
     code, out, err = run_xcompat(*mapping, "--direction", "old_to_new", "--out", "runs/forward")
-    assert code == 0 and "xcompat migrate plan URI --model runs/forward" in out, err
+    assert code == 0 and "xcompat migrate plan URI --from OLD_MODEL --model runs/forward" in out, err
     code, out, err = run_xcompat("migrate", "plan", uri, "--from", "own", "--model", "runs/forward")
     assert code == 0 and "not validated" in out, err
     searching = ("gallery", "search", uri, "photos/10.png", "--json", "--model")
