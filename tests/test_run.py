@@ -665,6 +665,7 @@ def test_mistakes_of_a_later_stage_stop_before_an_earlier_one_is_trained(
         ({"new": {"model": {"model_type": "clip"}}}, "method projection maps embeddings and does not train an encoder"),
         ({"old": None}, "method projection needs an old model; set old"),
         ({"method": "xbt", "projection": None}, "method xbt starts from a pretrained φ; set projection"),
+        ({"method": "xbt", "projection": "stage:phi", "old": None}, "method xbt needs an old model; set old"),
         ({"method": "independent", "data": {"pairs": None}}, "needs images with captions; set data.pairs"),
     ],
 )

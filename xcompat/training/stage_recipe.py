@@ -235,7 +235,7 @@ class StageRecipe(Section):
             yield f"{self.name}: new: {what} needs a new model; set new"
         elif method.embeds_in_memory and not isinstance(self.new, EncoderSource):
             yield f"{self.name}: new: {what} maps embeddings and does not train an encoder; set new to a trained model"
-        if self.old is None and method.compares_with_old and not method.starts_from_projection:
+        if self.old is None and method.compares_with_old and (self.is_judged or not method.starts_from_projection):
             yield f"{self.name}: old: {what} needs an old model; set old"
         if self.projection is None and method.starts_from_projection:
             yield f"{self.name}: projection: {what} starts from a pretrained φ; set projection to its folder or stage:NAME"
