@@ -36,9 +36,10 @@ def require_kind(uri: str) -> str:
     scheme = split(uri).scheme.partition("+")[0]
     if "://" not in uri and scheme in KINDS:
         raise XcompatError(f"the address has {scheme}: without //; start it with {scheme}://")
-    if "://" not in uri or (scheme not in KINDS and scheme not in entry_point_names(GROUP)):
+    known = KINDS if scheme in KINDS else {*KINDS, *entry_point_names(GROUP)}
+    if "://" not in uri or scheme not in known:
         what = scheme if "://" in uri else (uri if re.fullmatch(r"[\w./-]+", uri) else "the address")  # it may hold a password
-        raise XcompatError(f"{what} is not a kind of store; {nearest(scheme, KINDS)}")
+        raise XcompatError(f"{what} is not a kind of store; {nearest(scheme, known)}")
     return scheme
 
 
