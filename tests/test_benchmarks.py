@@ -13,8 +13,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import warm
 import yaml
+from conftest import unit
 
 from xcompat import Fingerprint
 from xcompat.core import progress
@@ -124,6 +126,16 @@ def test_expected_first_hits_are_the_mean_over_all_galleries(benchmark: Any) -> 
     np.testing.assert_allclose(study.expected_first_hits(items, items, codes, share), wanted, atol=1e-12)
     hits = study.expected_first_hits(items, items, codes, 1.0)
     assert set(hits) <= {0.0, 1.0} and hits[4] == 0, "the first hit of the whole gallery"
+
+
+def test_mean_drift_undoes_a_shift(benchmark: Any) -> None:
+    from xcompat.mapping import PairedEmbeddings
+    from xcompat.models import describe_old
+
+    lines, old_Nd = benchmark("lines"), unit(20, 4).numpy()
+    shift_d = np.array([0.3, -0.1, 0.2, 0.0], np.float32)
+    model = lines.solve_drift(PairedEmbeddings(old_Nd + shift_d, old_Nd), describe_old(Fingerprint.from_string("old"), 4))
+    np.testing.assert_allclose(model.to_space(torch.from_numpy(old_Nd + shift_d)).numpy(), old_Nd, atol=1e-6)
 
 
 def test_mutual_information_is_a_block_of_the_joint_precision(benchmark: Any) -> None:

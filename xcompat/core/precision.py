@@ -75,7 +75,7 @@ def cuda_products(tf32: bool) -> Iterator[None]:
 
 @contextmanager
 def kept_products() -> Iterator[None]:
-    """Restore the precision of float32 products and convolutions after a block, e.g. of a library that sets it."""
+    """Restore the precision of float32 products and convolutions after a block that calls a library which sets it."""
     everywhere, products, convolutions = (
         each.fp32_precision for each in (_BACKENDS, _BACKENDS.cuda.matmul, _BACKENDS.cudnn.conv)
     )

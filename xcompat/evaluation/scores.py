@@ -44,7 +44,7 @@ def as_rows(embeds_ND: Embeddings, what: str) -> np.ndarray:
 
     Args:
         embeds_ND: ``(N, D)`` numbers.
-        what: name in messages.
+        what: name of the embeddings in messages.
 
     Returns:
         ``(N, D)``, N and D at least 1.
@@ -83,7 +83,7 @@ class ExactRows:
 
     Args:
         embeds_ND: ``(N, D)`` numbers; a row of zeros scores 0 against everything.
-        what: name in messages.
+        what: name of the embeddings in messages.
         device: device of the blocks. CUDA devices get a copy of embeddings of up to :data:`_MOST_BYTES`.
 
     Raises:

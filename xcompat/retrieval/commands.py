@@ -362,7 +362,7 @@ def check_canary(gallery: Gallery, embedder: Embedder) -> dict[str, Any]:
 
 
 def print_findings(findings: list[Finding]) -> dict[str, object]:
-    """Print the doctor's findings; return them, and whether there are no foreign embeddings."""
+    """Print the doctor's findings; return them as JSON, and whether all embeddings are of the gallery's models."""
     table = Table("", *(literal(short(finding.version)) for finding in findings))  # a column per version fits 80 characters
     rows = [_lines(finding) for finding in findings]
     for name in rows[0] if rows else ():

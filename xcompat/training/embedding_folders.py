@@ -96,7 +96,7 @@ def judged_folders(
 
 
 class Evidence(NamedTuple):
-    """What shows which hits are right, chosen as `xcompat map` chooses it.
+    """Source of the relevant hits, chosen by the rules of `xcompat map`.
 
     Args:
         kind: ``judgements`` in a file, ``captions`` of images, ``answers`` named by the ids of queries, ``classes``, or
@@ -122,7 +122,7 @@ def choose_evidence(folders: Mapping[str, Path | None], qrels: Path | None = Non
     """
     given = {role: folder for role, folder in folders.items() if folder is not None}
     for folder in given.values():
-        if folder.exists() and not folder.is_dir():
+        if folder.is_file():
             raise XcompatError(f"{folder} is a file; choose a folder of embeddings, e.g. with image_embeds.npy and image_ids.txt")
         if not folder.is_dir():
             raise MissingPathError(f"{folder} does not exist; choose a folder of embeddings ({nearest_path(folder)})")

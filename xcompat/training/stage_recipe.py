@@ -383,7 +383,7 @@ def method_class(method: str) -> type[CompatModel]:
 
 
 def usual_options(method: str) -> dict[str, Any]:
-    """Return a method's options with defaults; ``map`` has none.
+    """Return a method's options with defaults, or nothing for ``map``.
 
     Example:
         >>> usual_options("ridge")["regularisation"]

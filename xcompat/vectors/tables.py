@@ -234,7 +234,7 @@ def _read_delimited(file: Path, columns: Columns) -> tuple[list[str], Iterator[p
 
 
 def _read_json_lines(file: Path, columns: Columns) -> tuple[list[str], Iterator[pa.RecordBatch]]:
-    """Read flat lines by the first line; other lines, e.g. of a database's export, singly."""
+    """Read flat lines with the columns of the first line. Lines of a database's export are parsed one by one."""
     import pyarrow as pa
     from pyarrow import json as arrow_json
 
