@@ -67,7 +67,7 @@ class Campaign:
 def scenes(shared: Path) -> tuple[dict[str, Scene], dict[str, Scene]]:
     """Return the operations on galleries and caches, and the commands, by their names."""
     operations = [scene for index in INDEXES for scene in gallery_scenes(index)]
-    operations += [*image_scenes(shared), *text_scenes(shared), *gallery_scenes("Flat", milvus=True), cached_scene()]
+    operations += [*image_scenes(shared), *text_scenes(shared), cached_scene()]
     commands = command_scenes(make_world(shared))
     return {scene.name: scene for scene in operations}, {scene.name: scene for scene in commands}
 
@@ -124,19 +124,15 @@ def damaged_inputs(trials: int) -> Trials:
 def _kills(operations: dict[str, Scene], long: bool) -> dict[str, tuple[int | None, int]]:
     """Return at how many calls, and how often at random, each operation is killed."""
     if long:
-        long_form: dict[str, tuple[int | None, int]] = {"Flat": (None, 20), "Milvus": (9, 1)}
+        long_form: dict[str, tuple[int | None, int]] = {"Flat": (None, 20)}
         return {name: long_form.get(name.partition(":")[0], (60, 10)) for name in operations}
-    short = {"Flat": (3, 1), "IVF2,Flat": (1, 1), "HNSW8": (1, 1), "Milvus": (1, 0)}
-    return {
-        name: short.get(name.partition(":")[0], (1, 1))
-        for name in operations
-        if not name.startswith("Milvus") or name.endswith("replace")
-    }
+    short = {"Flat": (3, 1), "IVF2,Flat": (1, 1), "HNSW8": (1, 1)}
+    return {name: short.get(name.partition(":")[0], (1, 1)) for name in operations}
 
 
 def _power_cuts(operations: dict[str, Scene], long: bool) -> dict[str, int | None]:
     """Return how many of the states on disk of each operation are gone on from."""
-    alone = [name for name, scene in operations.items() if not scene.apart and name != "new embeddings"]  # SQLite's own memory
+    alone = [name for name in operations if name != "new embeddings"]  # SQLite's own memory
     if long:
         return dict.fromkeys([*alone, "xcompat export faiss old.faiss"], 60)
     return dict.fromkeys(["Flat: add and replace", "Flat: compact", "Flat: roll back", "cache of images"], 2)

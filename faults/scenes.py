@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from PIL import Image
-from syscalls import run_watched
 
 from xcompat import Fingerprint, XcompatError
 from xcompat.core.ownership import MARKER
@@ -50,7 +49,6 @@ class Scene:
         between: further contents between the first and the last, where these are left out.
         after: a command that may come next, and clears what the one before has left.
         reads: whether it only reads.
-        apart: whether what it leaves has to be read in a process of its own.
         slow: whether it takes seconds, so that it is tried less often.
     """
 
@@ -62,7 +60,6 @@ class Scene:
     between: tuple[State, ...] = ()
     after: Callable[[Path], object] | None = None
     reads: bool = False
-    apart: bool = False
     slow: bool = False
 
 
@@ -93,7 +90,7 @@ def gallery_content(folder: Path) -> State:
         found |= dict(zip(names, segment.vectors(rows_n), strict=True))
     assert len(found) == len(gallery), f"{len(found)} items are read, {len(gallery)} are counted"
     assert None not in gallery.find(list(found)), "an item is not found by its id"
-    if found and len(gallery.versions) == 1 and gallery.manifest.index == "Flat" and gallery.manifest.milvus is None:
+    if found and len(gallery.versions) == 1 and gallery.manifest.index == "Flat":
         name = min(found)
         best = gallery.search(found[name][None], gallery.versions[0], top_k=1)[0][0]
         assert best.id == name, f"{name} is found as {best.id}"
@@ -135,18 +132,13 @@ class Operations:
 
     Args:
         index: what faiss is to make of each segment.
-        milvus: whether a Milvus holds the vectors instead.
     """
 
     index: str
-    milvus: bool
 
     def create(self, folder: Path) -> None:
         if not (folder / "gallery" / "gallery.json").exists():
-            place = str(folder / "milvus.db") if self.milvus else None
-            if self.milvus:
-                folder.mkdir(exist_ok=True)
-            Gallery.create(folder / "gallery", OLD, dim=d, index=self.index, milvus=place)
+            Gallery.create(folder / "gallery", OLD, dim=d, index=self.index)
         else:
             with Gallery.open(folder / "gallery") as made:
                 made.staging()  # the next writer tidies up, also one who finds nothing to do
@@ -189,14 +181,13 @@ def write_once_more(folder: Path) -> None:
     put(gallery, items(1, 7, "next", version.dim), version.fingerprint)
 
 
-def gallery_scenes(index: str, milvus: bool = False) -> list[Scene]:
+def gallery_scenes(index: str) -> list[Scene]:
     """Return every operation on a gallery that needs no images.
 
     Args:
         index: what faiss is to make of each segment.
-        milvus: whether a Milvus holds the vectors instead; it runs in the process that asks it, so that all is read in a child.
     """
-    do = Operations(index, milvus)
+    do = Operations(index)
     operations: list[tuple[str, Callable[[Path], object], Callable[[Path], object], tuple[State, ...]]] = [
         ("create", nothing, do.create, (None, {})),
         ("first items", do.create, do.begin, ({}, FIRST)),
@@ -205,12 +196,11 @@ def gallery_scenes(index: str, milvus: bool = False) -> list[Scene]:
         ("compact", do.untidy, do.compact, (TIDIED,)),
         ("roll back", do.twice, do.roll_back, (BOTH, FIRST)),
     ]
-    kind = "Milvus" if milvus else index
     scenes = [
-        Scene(f"{kind}: {name}", prepare, run, in_gallery, states, after=write_once_more, apart=milvus)
+        Scene(f"{index}: {name}", prepare, run, in_gallery, states, after=write_once_more)
         for name, prepare, run, states in operations
     ]
-    return scenes if milvus else [*scenes, upgrade_scene(index, do.begin)]
+    return [*scenes, upgrade_scene(index, do.begin)]
 
 
 def nothing(folder: Path) -> None:
@@ -343,7 +333,7 @@ def cached_scene() -> Scene:
     blocks = [dict(list(CACHED.items())[:count]) for count in range(0, len(CACHED) + 1, 10)]
 
     def begin(folder: Path) -> None:
-        operations = Operations("Flat", milvus=False)
+        operations = Operations("Flat")
         operations.begin(folder)
         NewEmbeddings(folder / "gallery", NEW, D).close()
 
@@ -370,7 +360,7 @@ def query_map() -> CompatModel:
 
 def leftovers(folder: Path) -> list[str]:
     """Return temporary files and journals that nobody needs any more."""
-    hidden = [path for path in folder.rglob(".*") if path.name not in (".lock", MARKER) and "milvus.db" not in path.parts]
+    hidden = [path for path in folder.rglob(".*") if path.name not in (".lock", MARKER)]
     return sorted(str(path.relative_to(folder)) for path in [*hidden, *folder.rglob("upgrade-*.json")])
 
 
@@ -391,19 +381,6 @@ def tree(folder: Path) -> dict[str, tuple[int, int]]:
 def contents(scene: Scene, work: Path) -> State | str:
     """Read what a trial has left; what cannot be opened says why."""
     try:
-        return _read_apart(scene, work) if scene.apart else scene.read(work)
+        return scene.read(work)
     except (XcompatError, OSError, AssertionError, RuntimeError, ValueError, KeyError) as error:
         return f"{type(error).__name__}: {error}"
-
-
-def _read_apart(scene: Scene, work: Path) -> State:
-    file = work.parent.parent / "content.npz"
-    file.unlink(missing_ok=True)
-
-    def read() -> None:
-        if (found := scene.read(work)) is not None:
-            np.savez(file, **found)
-
-    outcome = run_watched(read, work, None, kill_after=60.0)
-    assert outcome.code == 0, outcome.errors
-    return dict(np.load(file)) if file.exists() else None

@@ -83,28 +83,19 @@ def asked(model: CompatModel) -> tuple[torch.Tensor, np.ndarray]:
     return embeds, confidence.numpy()
 
 
-def gallery_of(old: Embedder, folder: Path, milvus: str | None = None) -> Gallery:
-    return store(Gallery.create(folder / "gallery", old, milvus=milvus), old.embed(old.processor.texts(TEXTS)), TEXTS)
-
-
 @pytest.fixture
 def gallery(old: Embedder, tmp_path: Path) -> Gallery:
-    return gallery_of(old, tmp_path)
+    return store(Gallery.create(tmp_path / "gallery", old), old.embed(old.processor.texts(TEXTS)), TEXTS)
 
 
-@pytest.fixture(params=["faiss", "milvus"])
-def either(request: pytest.FixtureRequest, old: Embedder, tmp_path: Path) -> Gallery:
-    return gallery_of(old, tmp_path, str(tmp_path / "vectors.db") if request.param == "milvus" else None)
-
-
-def test_every_hit_says_how_sure_its_query_is(either: Gallery, model: CompatModel, old: Embedder, asked: Any) -> None:
+def test_every_hit_says_how_sure_its_query_is(gallery: Gallery, model: CompatModel, old: Embedder, asked: Any) -> None:
     embeds, confidence = asked
-    for hits, sure in zip(either.search(embeds, model, top_k=3), confidence, strict=True):
+    for hits, sure in zip(gallery.search(embeds, model, top_k=3), confidence, strict=True):
         assert [hit.confidence for hit in hits] == [pytest.approx(float(sure), abs=1e-6)] * 3
-    assert either.search(old.embed(old.processor.texts(["a dog"])), old)[0][0].confidence is None
-    either.add(embeds[:2], ["new dog", "new cats"], version=model)  # a mixed gallery, its old part as before
-    either.commit()
-    hits = either.search(embeds, model, top_k=8)[0]
+    assert gallery.search(old.embed(old.processor.texts(["a dog"])), old)[0][0].confidence is None
+    gallery.add(embeds[:2], ["new dog", "new cats"], version=model)  # a mixed gallery, its old part as before
+    gallery.commit()
+    hits = gallery.search(embeds, model, top_k=8)[0]
     assert [hit.confidence for hit in hits] == [pytest.approx(float(confidence[0]), abs=1e-6)] * 8
 
 
@@ -118,14 +109,14 @@ def test_in_a_gallery_of_its_own_nothing_is_remembered_and_nobody_is_unsure(
 
 @pytest.mark.parametrize("share", [1.0, 0.3])
 def test_old_queries_are_asked_where_the_new_one_is_not_sure(
-    share: float, either: Gallery, model: CompatModel, old: Embedder, asked: Any
+    share: float, gallery: Gallery, model: CompatModel, old: Embedder, asked: Any
 ) -> None:
     embeds, confidence = asked
     unsure = np.flatnonzero(confidence < 0.5)
     old_Qd = np.full((len(TEXTS), old.dim), np.nan, np.float32)
     old_Qd[unsure] = old.embed(old.processor.texts([TEXTS[row] for row in unsure])).numpy()
-    found = either.search(embeds, model, top_k=3, old_queries=OldQueries(old, old_Qd, share))
-    alone = either.search(embeds, model, top_k=3)
+    found = gallery.search(embeds, model, top_k=3, old_queries=OldQueries(old, old_Qd, share))
+    alone = gallery.search(embeds, model, top_k=3)
     stored = old.embed(old.processor.texts(TEXTS))
     for row in range(len(TEXTS)):
         if row not in unsure:

@@ -140,57 +140,6 @@ def test_a_compaction_revives_nothing_that_others_removed_or_that_waits_for_a_co
     assert gallery.find(["part 0 2", "new"]) == [None, CLIP] and len(gallery) == 19
 
 
-def collections(gallery: Gallery) -> set[str]:
-    from xcompat.retrieval.milvus_index import connect
-
-    return set(connect(str(gallery.manifest.milvus)).list_collections())
-
-
-def named(*galleries: Gallery) -> set[str]:
-    return {f"xcompat_{segment.record.name}" for gallery in galleries for segment in gallery.segments}
-
-
-def test_a_compaction_drops_collections_when_no_state_names_them_any_more(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from xcompat.retrieval.milvus_index import MilvusBackend
-
-    gallery = a_gallery(tmp_path / "gallery", milvus=str(tmp_path / "vectors.db"))
-    reader, before = Gallery.open(gallery.path), contents(gallery)
-    with monkeypatch.context() as patched:
-        drop = MilvusBackend.drop
-        patched.setattr(MilvusBackend, "drop", lambda self, name: (drop(self, name), die()))
-        with pytest.raises(Killed):
-            gallery.compact()
-    again = Gallery.open(gallery.path)
-    for state in again.generations():
-        assert Gallery.open(gallery.path, state.generation).damage() == []
-    with pytest.raises(GenerationGoneError, match="open the gallery again"):
-        contents(reader)
-    assert len(collections(again)) == 2, "one was not dropped"
-    takes_the_lock(again)
-    assert contents(again) == before and collections(again) == named(again)
-
-
-def test_collections_of_a_killed_build_are_dropped_and_those_of_other_galleries_stay(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    milvus = str(tmp_path / "vectors.db")
-    gallery, other = (a_gallery(tmp_path / name, 1, milvus=milvus) for name in ("gallery", "other"))
-    from xcompat.retrieval.milvus_index import connect
-
-    with monkeypatch.context() as patched:
-        patched.setattr(connect(milvus), "insert", die)
-        gallery.add(vectors(3, 5), names(3, "more"))
-        with pytest.raises(Killed):
-            gallery.commit()
-    gallery.close()
-    connect(milvus).create_collection("xcompat_0123456789abcdef", dimension=4)  # of a gallery that nobody knows here
-    takes_the_lock(Gallery.open(gallery.path))
-    assert collections(gallery) == {*named(gallery, other), "xcompat_0123456789abcdef"}
-    assert gallery.damage() == other.damage() == [] and len(list((gallery.path / "segments").iterdir())) == 1
-
-
 @pytest.mark.parametrize("call", mostly_nightly(range(24), lambda call: call % 6 == 0))
 def test_making_a_gallery_is_done_again_after_a_kill(call: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import faiss
@@ -273,7 +222,7 @@ def test_nothing_is_deleted_while_a_state_cannot_be_read(tmp_path: Path) -> None
     assert gallery.rollback(2) == 4 and len(gallery) == 20 and gallery.damage() == []
 
 
-@pytest.mark.parametrize("place", ["faiss", "milvus", "adopted"])
+@pytest.mark.parametrize("place", ["faiss", "adopted"])
 def test_a_state_of_which_something_is_gone_is_not_returned_to(place: str, tmp_path: Path) -> None:
     if place == "adopted":
         import faiss
@@ -283,17 +232,12 @@ def test_a_state_of_which_something_is_gone_is_not_returned_to(place: str, tmp_p
         faiss.write_index(index, str(tmp_path / "own.faiss"))
         gallery = Gallery.from_faiss(tmp_path / "gallery", tmp_path / "own.faiss", names(5), CLIP)
     else:
-        gallery = a_gallery(tmp_path / "gallery", 1, milvus=str(tmp_path / "v.db") if place == "milvus" else None)
+        gallery = a_gallery(tmp_path / "gallery", 1)
     wanted = gallery.generation
     first = gallery.segments[0].record
     gallery.remove(gallery.segments[0].ids(np.arange(first.rows)))
     gallery.commit()
-    if place == "milvus":
-        from xcompat.retrieval.milvus_index import connect
-
-        connect(str(gallery.manifest.milvus)).drop_collection(f"xcompat_{first.name}")
-    else:
-        (tmp_path / "own.faiss" if place == "adopted" else gallery.path / "segments" / first.name / "index.faiss").unlink()
+    (tmp_path / "own.faiss" if place == "adopted" else gallery.path / "segments" / first.name / "index.faiss").unlink()
     before = read_manifest(gallery.path)
     with pytest.raises(XcompatError, match=f"cannot return to generation {wanted} of .*{'|'.join((first.name, 'own'))}"):
         gallery.rollback(wanted)
@@ -368,17 +312,16 @@ def test_a_verification_overtaken_by_a_compaction_verifies_what_is_there_now(
         gallery.damage()
 
 
-@pytest.mark.parametrize("place", ["faiss", "milvus"])
-def test_a_reader_whose_state_was_compacted_away_is_told_to_open_the_gallery_again(place: str, tmp_path: Path) -> None:
-    gallery = a_gallery(tmp_path / "gallery", milvus=str(tmp_path / "v.db") if place == "milvus" else None)
+def test_a_reader_whose_state_was_compacted_away_is_told_to_open_the_gallery_again(tmp_path: Path) -> None:
+    gallery = a_gallery(tmp_path / "gallery")
     cold, warm = Gallery.open(gallery.path), Gallery.open(gallery.path)
     before = contents(warm)
     Gallery.open(gallery.path).compact()
     asking = [lambda: contents(cold), lambda: cold.find(["part 0 1"]), cold.damage, cold.verify]
-    for ask in asking + ([lambda: contents(warm)] if place == "milvus" else []):
+    for ask in asking:
         with pytest.raises(GenerationGoneError, match=r"^generation 2 of .* was compacted away .*; open the gallery again$"):
             ask()
-    assert place == "milvus" or contents(warm) == before, "a file that is open stays readable"
+    assert contents(warm) == before, "a file that is open stays readable"
     assert contents(Gallery.open(gallery.path)) == before
 
 

@@ -15,8 +15,6 @@ from store_places import MilvusPlace, milvus_place
 import xcompat.stores
 from xcompat import Fingerprint, XcompatError
 from xcompat.methods import RidgeModel
-from xcompat.retrieval import Gallery
-from xcompat.retrieval.milvus_index import connect
 from xcompat.stores import Store, migration
 from xcompat.stores.mapping import Mapping
 
@@ -130,36 +128,6 @@ def test_an_index_that_a_killed_process_left_in_half_is_made_anew(tmp_path: Path
     store = xcompat.stores.open(f"milvus://{tmp_path / 'milvus.db'}?collection={name}&field=vector")
     assert [hits[0].id for hits in store.search(vectors, top_k=1)] == [str(row) for row in range(N)]
     store.close()
-
-
-def test_a_gallery_too_survives_half_an_index(tmp_path: Path, vectors: np.ndarray) -> None:
-    gallery = Gallery.create(tmp_path / "gallery", OLD, dim=OLD_DIM, milvus=str(tmp_path / "milvus.db"))
-    gallery.add(vectors, [str(row) for row in range(N)])
-    gallery.commit()
-    assert len(Gallery.open(gallery.path)) == N
-    gallery.verify()
-    connect.cache_clear()
-    assert half_written(tmp_path) == 1
-    gallery = Gallery.open(gallery.path)
-    gallery.verify()
-    assert [hits[0].id for hits in gallery.search(vectors, gallery.versions[0], top_k=1)] == [str(row) for row in range(N)]
-
-
-def test_who_asks_a_server_is_kept_in_no_gallery(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[str, str]] = []
-    monkeypatch.setattr(pymilvus, "MilvusClient", lambda uri, token="": asked.append((uri, token)))
-    monkeypatch.setenv("MILVUS_TOKEN", "root:s3cret")
-    connect.cache_clear()
-    with pytest.raises(XcompatError, match="environment variable MILVUS_TOKEN") as refusal:
-        Gallery.create(tmp_path / "gallery", OLD, dim=OLD_DIM, milvus="http://root:s3/cret@milvus:19530")
-    assert "cret" not in str(refusal.value) and not (tmp_path / "gallery").exists() and not asked
-    Gallery.create(tmp_path / "gallery", OLD, dim=OLD_DIM, milvus="http://milvus:19530")
-    assert asked == [("http://milvus:19530", "root:s3cret")]
-    assert not [file for file in tmp_path.rglob("*") if file.is_file() and b"s3cret" in file.read_bytes()]
-    connect("http://me:other@milvus:19530")  # as galleries of earlier versions hold it
-    connect(str(tmp_path / "milvus.db"))
-    assert asked[1:] == [("http://me:other@milvus:19530", ""), (str(tmp_path / "milvus.db"), "")]
-    connect.cache_clear()
 
 
 def test_an_alias_is_switched_at_once_and_back(place: MilvusPlace, vectors: np.ndarray, model: RidgeModel) -> None:

@@ -216,11 +216,10 @@ def test_missing_towers(run: Run, documents: Path, tmp_path: Path, image_folder_
 OLD = Fingerprint.from_string("old")
 
 
-@pytest.fixture(scope="module", params=mostly_nightly(["faiss", "milvus"], "faiss".__eq__))
-def grouped(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Gallery:
+@pytest.fixture(scope="module")
+def grouped(tmp_path_factory: pytest.TempPathFactory) -> Gallery:
     """Return a gallery of three segments, of documents with many passages and with few, and of items without a document."""
-    folder = tmp_path_factory.mktemp("grouped")
-    made = Gallery.create(folder / "g", OLD, dim=6, milvus=str(folder / "v.db") if request.param == "milvus" else None)
+    made = Gallery.create(tmp_path_factory.mktemp("grouped") / "g", OLD, dim=6)
     rng = np.random.default_rng(0)
     for segment in range(3):
         ids = [f"{segment}-{number}" for number in range(80)]

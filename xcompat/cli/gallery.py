@@ -81,7 +81,6 @@ def build(
     model: ModelName = "",
     out: Annotated[Path, typer.Option(help="Gallery folder.")] = Path("gallery"),
     index: Annotated[str | None, typer.Option(help="faiss factory string, e.g. HNSW32 or IVF1024,PQ64. Default: Flat.")] = None,
-    milvus: Annotated[str | None, typer.Option(help="Milvus URI, to store the vectors in Milvus instead of faiss.")] = None,
     from_faiss: Annotated[Path | None, typer.Option(help="faiss index to adopt without copying vectors.")] = None,
     ids: Annotated[
         Path | None,
@@ -105,10 +104,10 @@ def build(
     texts = _set_options(text_column=text_column, id_column=id_column, words=words, overlap=overlap, keep_text=keep_text)
     kept = _kept_columns(metadata, no_metadata)
     if from_faiss is not None:
-        of_vectors = index is not None or milvus is not None or dtype is not None
+        of_vectors = index is not None or dtype is not None
         if source is not None or of_vectors or texts or kept is not True or max_bad_share is not None or side_info is not None:
             raise XcompatError(
-                "--from-faiss adopts an index as it is: remove images, texts, --index, --milvus, --dtype and the options of "
+                "--from-faiss adopts an index as it is: remove images, texts, --index, --dtype and the options of "
                 "images and texts; add images or texts later"
             )
         commands.adopt(out, from_faiss, ids, model)
@@ -119,10 +118,10 @@ def build(
     elif source is not None:
         argument_checks.require_inputs(source, model)
         announce_loading(model, side_info)
-        commands.require_place(out, index, milvus)
+        commands.require_place(out, index)
         originals = load_originals(source, texts, max_bad_share, kept)
         embedder, side = load_model(model, dtype, side_info), load_model(side_info, dtype) if side_info is not None else None
-        commands.build(out, originals, embedder, index, milvus, side)
+        commands.build(out, originals, embedder, index, side)
     else:
         raise XcompatError("name the images or texts to embed, or an index to adopt with --from-faiss")
 

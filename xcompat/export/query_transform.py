@@ -16,11 +16,11 @@ from xcompat.methods.query_map import QueryMapModel
 from xcompat.models.base import CompatModel
 from xcompat.retrieval.adopted_index import open_adopted
 from xcompat.retrieval.adoption import require_index
-from xcompat.retrieval.backend import INDEX_FILE
 from xcompat.retrieval.faiss_index import map_faiss, write_faiss
 from xcompat.retrieval.integrity import require_whole
 from xcompat.retrieval.manifest import SEGMENTS, read_manifest
 from xcompat.retrieval.probing import require_readable
+from xcompat.retrieval.segment import INDEX_FILE
 
 MADE_BY = "export faiss"
 
@@ -120,7 +120,7 @@ def index_of(source: Path, model: CompatModel) -> tuple[Path, float, Fingerprint
     for version in present:
         if not _is_own_view(model, version.fingerprint):
             model.require_version(version.fingerprint)
-    if len(manifest.segments) != 1 or manifest.rows != manifest.segments[0].rows or manifest.milvus is not None:
+    if len(manifest.segments) != 1 or manifest.rows != manifest.segments[0].rows:
         raise XcompatError(f"{source} is not a single faiss index; merge it with `xcompat gallery compact {source}`")
     record = manifest.segments[0]
     stored = manifest.version(record.version)

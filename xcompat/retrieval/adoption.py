@@ -17,7 +17,6 @@ from xcompat.core.files import atomic_path, write_array
 from xcompat.core.lazy import faiss
 from xcompat.core.progress import advance_bar, progress_bar
 from xcompat.retrieval.adopted_index import inspect_file, read_labels, stamp_of
-from xcompat.retrieval.backend import open_backend
 from xcompat.retrieval.faiss_index import FaissIndex, map_faiss
 from xcompat.retrieval.items import Items, as_json, check_ids
 from xcompat.retrieval.leftovers import create_in_folder, is_unreported, require_empty
@@ -140,7 +139,7 @@ def _find_same_gallery(
     if there != wanted:
         return None
     (record,) = there.segments
-    segment, rows_N = Segment(folder, record, open_backend(there)), np.arange(record.rows)
+    segment, rows_N = Segment(folder, record, there.metric), np.arange(record.rows)
     same = (record.adopted, record.adopted_file) == (str(path), known[0])
     same = same and segment.ids(rows_N) == list(items.ids) and segment.metadata_text(rows_N) == list(items.metadata)
     return there if same else None
@@ -171,7 +170,7 @@ def resync_faiss(staging: Staging, ids: Sequence[str] | None, metadata: Sequence
         assert old.adopted_file is not None
         new = new.model_copy(update={"extends": (old.adopted_file.xxh3, *old.extends)})
         if segment.kept is not None:
-            extended, gone = Segment(gallery.path, new, gallery.backend), np.flatnonzero(~segment.kept)
+            extended, gone = Segment(gallery.path, new, gallery.metric), np.flatnonzero(~segment.kept)
             new = removed_rows(extended, manifest.generation + 1, gone)
     staging.publish("resync", segments=tuple(new if record is old else record for record in manifest.segments))
 

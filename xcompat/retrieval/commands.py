@@ -18,7 +18,6 @@ from xcompat.core.fingerprint import Fingerprint
 from xcompat.core.parallel import Executor, run_across_ranks
 from xcompat.core.progress import announce_loading, console, describe_duration, literal, silence_libraries
 from xcompat.retrieval.adoption import adopt_faiss, require_index
-from xcompat.retrieval.backend import milvus_uri
 from xcompat.retrieval.faiss_building import EXACT, require_factory
 from xcompat.retrieval.gallery import Gallery
 from xcompat.retrieval.hit_output import QueryResult, short, wanted_metadata
@@ -94,7 +93,6 @@ def build(
     originals: Originals,
     embedder: Embedder,
     index: str | None,
-    milvus: str | None,
     side_info: Embedder | None = None,
 ) -> None:
     """Embed images or texts into a new gallery, or continue an unfinished one."""
@@ -106,31 +104,27 @@ def build(
         if len(there):  # 0 if the build was stopped before its first commit
             origins_of(there, originals, "; use the originals that it was built from, or add these (xcompat gallery add)")
     elif is_main_process():
-        Gallery.create(folder, embedder, index=index or EXACT, milvus=milvus)
+        Gallery.create(folder, embedder, index=index or EXACT)
     barrier()
     add(Gallery.open(folder), originals, embedder, replace=False, side_info=side_info)
 
 
-def require_place(folder: Path, index: str | None, milvus: str | None) -> None:
-    """Raise unless a gallery can be built in a folder: it is new, or has a gallery with these settings.
+def require_place(folder: Path, index: str | None) -> None:
+    """Raise unless a gallery can be built in a folder: it is new, or has a gallery with this index.
 
     Raises:
-        XcompatError: with the file in the way, or the setting.
+        XcompatError: with the file in the way, or the index.
     """
     if index is not None:
         require_factory(index)
     if not (folder / CURRENT).exists():
         require_empty(folder)
         return
-    manifest = read_manifest(folder)
-    wanted = {"index": index, "milvus": milvus_uri(milvus) if milvus is not None else None}
-    for name, value in wanted.items():
-        there = getattr(manifest, name)
-        if value is not None and value != there:
-            raise XcompatError(
-                f"the existing gallery was made with {name} {there or 'of faiss'}, not {value}; remove --{name}, "
-                "or choose another folder with --out"
-            )
+    there = read_manifest(folder).index
+    if index is not None and index != there:
+        raise XcompatError(
+            f"the existing gallery was made with index {there}, not {index}; remove --index, or choose another folder with --out"
+        )
 
 
 def add(gallery: Gallery, originals: Originals, embedder: Embedder, replace: bool, side_info: Embedder | None = None) -> None:

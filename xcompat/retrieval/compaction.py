@@ -7,6 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from xcompat.core.progress import advance_bar, notice, progress_bar
+from xcompat.retrieval.faiss_building import fewest_vectors, make_index
 from xcompat.retrieval.leftovers import clear
 from xcompat.retrieval.manifest import VersionRecord, forget_earlier
 from xcompat.retrieval.segment import BLOCK, ROWS_FILE, SIDE_FILE, Segment
@@ -25,7 +26,7 @@ def compact_gallery(staging: Staging) -> None:
     with progress_bar() as bar:
         task = bar.add_task(f"compacting {gallery.path.name}", total=total, rate="")
         for version in gallery.manifest.versions:
-            left, fewest = sum(map(len, untidy[version.digest])), gallery.backend.fewest(version.dim)
+            left, fewest = sum(map(len, untidy[version.digest])), _fewest(gallery, version)
             fewest = fewest if fewest <= left else 0
             for segment in untidy[version.digest]:
                 for rows_n, items in segment.blocks(BLOCK):
@@ -37,13 +38,18 @@ def compact_gallery(staging: Staging) -> None:
             staging.flush()
     dropped = [segment.record.name for segments in untidy.values() for segment in segments]
     forget_earlier(gallery.path, staging.commit("compact", dropped).generation)
-    clear(gallery.path, gallery.backend)
+    clear(gallery.path)
+
+
+def _fewest(gallery: Snapshot, version: VersionRecord) -> int:
+    """Return the minimum number of vectors to train the gallery's index type."""
+    return fewest_vectors(make_index(gallery.manifest.index, version.dim, gallery.metric))
 
 
 def _untidy(gallery: Snapshot, version: VersionRecord) -> list[Segment]:
     """Return segments with removed rows, and small or differently indexed segments that can be merged."""
     same = [segment for segment in gallery.segments if segment.record.version == version.digest]
-    rows, fewest = sum(map(len, same)), gallery.backend.fewest(version.dim)
+    rows, fewest = sum(map(len, same)), _fewest(gallery, version)
     if 0 < rows < fewest:
         notice(
             f"{rows:,} embeddings of {version.fingerprint} are too few to train {gallery.manifest.index}, which needs "
@@ -54,7 +60,7 @@ def _untidy(gallery: Snapshot, version: VersionRecord) -> list[Segment]:
         record = segment.record
         beside = sum(record.files[name].size for name in (ROWS_FILE, SIDE_FILE) if name in record.files)
         small = record.rows * version.dim * 4 + beside < FLUSH_BYTES or record.rows < fewest <= rows
-        makeshift = record.adopted is None and record.index != gallery.manifest.index and gallery.manifest.milvus is None
+        makeshift = record.adopted is None and record.index != gallery.manifest.index
         if record.n_removed or (small and len(same) > 1) or (makeshift and fewest <= rows and len(same) > 1):
             found.append(segment)
     if 0 < sum(map(len, found)) < fewest:  # add one more segment to train an index

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from xcompat.core.distributed import copy_to_gpus
-from xcompat.core.errors import XcompatError
+from xcompat.core.errors import XcompatError, nearest
 from xcompat.core.lazy import faiss
 from xcompat.retrieval.faiss_index import FaissIndex, reason_of
 from xcompat.retrieval.manifest import Metric
@@ -95,8 +96,10 @@ def make_index(factory: str, dim: int, metric: Metric) -> faiss.Index:
     """Create an empty faiss index from a factory string.
 
     Raises:
-        XcompatError: faiss does not know the string for this dimension.
+        XcompatError: unknown metric, or faiss does not know the string for this dimension.
     """
+    if metric not in get_args(Metric):
+        raise XcompatError(f"unknown metric {metric!r}; {nearest(metric, get_args(Metric))}")
     try:
         return faiss.index_factory(dim, factory, faiss.METRIC_L2 if metric == "l2" else faiss.METRIC_INNER_PRODUCT)
     except RuntimeError as error:

@@ -13,8 +13,8 @@ from xcompat.core.errors import XcompatError
 from xcompat.core.parallel import Executor, run_locally
 from xcompat.retrieval.adopted_index import read_state
 from xcompat.retrieval.adoption import adopt_faiss, resync_faiss
-from xcompat.retrieval.backend import check_place
 from xcompat.retrieval.compaction import compact_gallery, folder_size
+from xcompat.retrieval.faiss_building import make_index
 from xcompat.retrieval.items import check_items
 from xcompat.retrieval.leftovers import create_in_folder, require_empty
 from xcompat.retrieval.manifest import Manifest, Metric, kept_manifests, write_manifest
@@ -72,7 +72,6 @@ class Gallery(Snapshot):
         dim: int | None = None,
         metric: Metric | None = None,
         index: str = "Flat",
-        milvus: str | None = None,
     ) -> Self:
         """Create an empty gallery.
 
@@ -82,10 +81,9 @@ class Gallery(Snapshot):
             dim: the model's embedding dimension; required with a fingerprint.
             metric: ``cosine``, ``ip`` or ``l2``. By default the model's own, or cosine for a fingerprint.
             index: faiss factory string, e.g. ``Flat``, ``HNSW32``, ``IVF1024,Flat``, ``IVF1024,PQ64`` or ``SQ8``.
-            milvus: Milvus URI to store the vectors (a file for milvus-lite, or ``http://host:19530``); None to use faiss.
 
         Raises:
-            XcompatError: the folder is not empty, the dimension or index is unknown, or Milvus does not answer.
+            XcompatError: the folder is not empty, or the dimension, metric or index is unknown.
         """
         folder = Path(path)
         require_empty(folder)
@@ -94,8 +92,8 @@ class Gallery(Snapshot):
             raise XcompatError(f"{version.fingerprint} stores {version.dim} dimensions, not {dim}; remove dim")
         metric = metric or own_metric(model_or_fingerprint)
         require_metric(model_or_fingerprint, metric)
-        milvus = check_place(metric, index, version.dim, milvus)
-        manifest = Manifest(metric=metric, index=index, milvus=milvus, versions=(version,))
+        make_index(index, version.dim, metric)  # raises for an unknown index or metric
+        manifest = Manifest(metric=metric, index=index, versions=(version,))
         with create_in_folder(folder):
             return cls(folder, write_manifest(folder, manifest))
 

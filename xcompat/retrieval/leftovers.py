@@ -10,7 +10,6 @@ from pathlib import Path
 
 from xcompat.core.errors import XcompatError
 from xcompat.core.files import PARTIAL, clear_leftovers, list_entries, make_folder, read_json, sync_folder
-from xcompat.retrieval.backend import Backend
 from xcompat.retrieval.lock import LOCK, OWNER, lock_writer
 from xcompat.retrieval.manifest import CURRENT, GENERATIONS, REMOVED, SEGMENTS, read_manifest
 
@@ -87,14 +86,13 @@ def _clear_begun(folder: Path) -> None:
     _clear_temporaries(folder)
 
 
-def clear(folder: Path, backend: Backend) -> None:
+def clear(folder: Path) -> None:
     """Delete files that no gallery state needs; the caller holds the writer lock.
 
     These are temporary files, invalid upgrade journals, and segments and removal files without a mention in any generation or
     valid journal. Links and files with unknown names stay.
 
     Raises:
-        XcompatError: its Milvus does not answer.
         OSError: a file cannot be deleted.
     """
     (folder / BEGUN).unlink(missing_ok=True)
@@ -106,10 +104,8 @@ def clear(folder: Path, backend: Backend) -> None:
     for name in sorted(_find_unnamed(folder, segments | removed)):
         if name in removed:
             (folder / REMOVED / name).unlink()
-        else:
-            backend.drop(name)  # before the folder, which is the only record of these vectors
-            if (folder / SEGMENTS / name).is_dir():
-                shutil.rmtree(folder / SEGMENTS / name)
+        elif (folder / SEGMENTS / name).is_dir():
+            shutil.rmtree(folder / SEGMENTS / name)
     _clear_temporaries(folder)
 
 

@@ -114,7 +114,6 @@ class Manifest(_Record):
         generation: number of commits; 0 for the empty gallery.
         metric: ``cosine``, ``ip`` or ``l2``.
         index: faiss factory string for new segments.
-        milvus: URI of the Milvus with the vectors; None for faiss.
         versions: in order of appearance.
         segments: in order of appearance.
         made: commit time in UTC.
@@ -126,7 +125,6 @@ class Manifest(_Record):
     generation: int = 0
     metric: Metric
     index: str = "Flat"
-    milvus: str | None = None
     versions: tuple[VersionRecord, ...] = ()
     segments: tuple[SegmentRecord, ...] = ()
     made: str = ""
@@ -178,12 +176,14 @@ def _read(path: Path) -> Manifest:
     try:
         text = path.read_bytes()
         found = json.loads(text.decode("utf-8"))
-        schema = found.get("schema_version")
-        manifest = Manifest(**found) if schema == SCHEMA else None
+        schema, milvus = found.get("schema_version"), found.get("milvus")
+        manifest = Manifest(**{name: value for name, value in found.items() if name != "milvus"}) if schema == SCHEMA else None
     except (AttributeError, TypeError, ValueError, RecursionError) as error:
         raise _damage_error(path, " ".join(str(error).split())[:200]) from None
     if manifest is None:
         raise XcompatError(f"{path} has format {schema}, but this version of xcompat reads {SCHEMA}")
+    if milvus is not None:
+        raise XcompatError(f"{path} keeps its vectors in Milvus, but galleries keep them in faiss; build the gallery again")
     if manifest.checksum != json_checksum(found):
         raise _damage_error(path, "it has changed since it was committed")
     if path.name not in (CURRENT, _generation_path(path.parent, manifest.generation).name):

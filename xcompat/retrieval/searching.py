@@ -39,7 +39,7 @@ SAMPLE = 2048
 FEWEST_SAMPLED = 64
 """Sample size below which mean and deviation are shrunk towards those of all versions."""
 GROUPED_HITS, GROUPED_AT_MOST = 4, 16384
-"""Hits to examine per requested group, and the maximum per query (Milvus's limit)."""
+"""Hits to examine per requested group, and the maximum per query."""
 HITS_AT_ONCE = 2**20
 """Largest number of hits in memory while grouping."""
 

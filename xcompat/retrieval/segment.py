@@ -16,15 +16,18 @@ from numpy.typing import NDArray
 from xcompat.core.checksums import FileRecord, difference, file_record
 from xcompat.core.errors import XcompatError
 from xcompat.core.files import atomic_path, make_folder, write_array
-from xcompat.retrieval.backend import INDEX_FILE, Backend, VectorIndex
+from xcompat.retrieval.adopted_index import open_adopted
+from xcompat.retrieval.faiss_building import build_faiss, is_lossless
+from xcompat.retrieval.faiss_index import FaissIndex, open_faiss, write_faiss
 from xcompat.retrieval.filtered_search import Found, ReadRows
 from xcompat.retrieval.integrity import REPAIR_ADVICE, require_whole
 from xcompat.retrieval.items import Items
-from xcompat.retrieval.manifest import REMOVED, SEGMENTS, SegmentRecord
+from xcompat.retrieval.manifest import REMOVED, SEGMENTS, Manifest, Metric, SegmentRecord
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
+INDEX_FILE = "index.faiss"
 ROWS_FILE = "rows.arrow"
 VECTORS_FILE = "vectors.npy"
 SIDE_FILE = "side_info.npy"
@@ -34,21 +37,22 @@ BLOCK = 65536
 FILTERS_KEPT = 8
 
 
-def write_segment(folder: Path, items: Items, version: str, backend: Backend) -> SegmentRecord:
-    """Write a segment and return its record, for a manifest."""
+def write_segment(folder: Path, items: Items, version: str, manifest: Manifest) -> SegmentRecord:
+    """Write a segment with the manifest's metric and index type; return its record, for the next manifest."""
     name = secrets.token_hex(8)
     dim = items.embeds[0].shape[1]
-    make_folder(folder / SEGMENTS / name)  # before the vectors: a folder without a manifest entry shows what to drop in Milvus
+    make_folder(folder / SEGMENTS)
     with atomic_path(folder / SEGMENTS / name) as temporary:
         temporary.mkdir()
         write_rows(temporary, items)
-        index = backend.build(name, temporary, items.embeds, len(items), dim)
-        if not backend.keeps(index):
+        index, used = build_faiss(manifest.index, dim, manifest.metric, items.embeds, len(items))
+        write_faiss(index.index, temporary / INDEX_FILE)
+        if not is_lossless(used):
             _write_blocks(temporary / VECTORS_FILE, items.embeds, len(items))
         if items.side_info:
             _write_blocks(temporary / SIDE_FILE, items.side_info, len(items))
         files = {path.name: file_record(path) for path in sorted(temporary.iterdir())}
-    return SegmentRecord(name=name, version=version, rows=len(items), index=index, files=files)
+    return SegmentRecord(name=name, version=version, rows=len(items), index=used, files=files)
 
 
 def write_rows(folder: Path, items: Items) -> None:
@@ -77,30 +81,30 @@ class Segment:
     Args:
         folder: the gallery folder.
         record: the segment's record in the manifest.
-        backend: stores and searches the vectors.
+        metric: how vectors are compared.
     """
 
-    def __init__(self, folder: Path, record: SegmentRecord, backend: Backend) -> None:
+    def __init__(self, folder: Path, record: SegmentRecord, metric: Metric) -> None:
         self.gallery = folder
         self.folder = folder / SEGMENTS / record.name
         self.record = record
-        self._backend = backend
+        self.metric = metric
         self._matched: dict[str, NDArray[np.bool_]] = {}
-        self._last_tuned: tuple[str, VectorIndex] | None = None
+        self._last_tuned: tuple[str, FaissIndex] | None = None
 
     def __len__(self) -> int:
         """Count the embeddings, without removed rows."""
         return self.record.rows - self.record.n_removed
 
     @cached_property
-    def index(self) -> VectorIndex:
+    def index(self) -> FaissIndex:
         """Search index for the vectors."""
         return self._open()
 
-    def _open(self) -> VectorIndex:
-        if INDEX_FILE in self.record.files:
-            self._file(INDEX_FILE)
-        return self._backend.open(self.record, self.folder, self._original_reader)
+    def _open(self) -> FaissIndex:
+        if self.record.adopted is not None:
+            return open_adopted(self.record, self.metric, self.gallery)
+        return open_faiss(self._file(INDEX_FILE), self.metric, self._original_reader)
 
     @property
     def _original_reader(self) -> ReadRows | None:
@@ -108,7 +112,7 @@ class Segment:
         file = self.record.files.get(VECTORS_FILE)
         return None if file is None else partial(_read_rows, self.gallery, self.folder / VECTORS_FILE, file)
 
-    def _open_tuned(self, parameters: str) -> VectorIndex:
+    def _open_tuned(self, parameters: str) -> FaissIndex:
         """Open another index for a search effort, because parallel searches may differ; cache the last one."""
         tuned = self._last_tuned  # read once, because another thread may replace it
         if tuned is None or tuned[0] != parameters:
@@ -250,14 +254,13 @@ class Segment:
             yield rows_n, Items([self.vectors(rows_n)], self.ids(rows_n), self.metadata_text(rows_n), sides)
 
     def missing(self) -> list[str]:
-        """Return a line for each missing or truncated file, and for lost Milvus vectors."""
+        """Return a line for each missing or truncated file."""
         gone = [path for path, record in self._written_files() if not path.is_file() or path.stat().st_size != record.size]
-        return self._backend.find_damage(self.record) + [f"{path} is missing or truncated" for path in gone]
+        return [f"{path} is missing or truncated" for path in gone]
 
     def find_damage(self) -> list[str]:
         """Compare every file with its checksum; return a line per difference."""
-        wrong = [line for path, record in self._written_files() for line in difference(path, record)]
-        return self._backend.find_damage(self.record) + wrong
+        return [line for path, record in self._written_files() for line in difference(path, record)]
 
     def _written_files(self) -> Iterator[tuple[Path, FileRecord]]:
         for name, record in self.record.files.items():

@@ -14,7 +14,6 @@ from numpy.typing import ArrayLike, NDArray
 
 from xcompat.core.errors import XcompatError, nearest
 from xcompat.core.fingerprint import Fingerprint
-from xcompat.retrieval.backend import open_backend
 from xcompat.retrieval.manifest import CURRENT, Manifest, Metric, is_current_whole, require_generation
 from xcompat.retrieval.searching import Hit, HitOrder, Merge, Search
 from xcompat.retrieval.segment import Segment, id_hashes
@@ -39,8 +38,7 @@ class Snapshot:
     def __init__(self, path: str | Path, manifest: Manifest) -> None:
         self.path = Path(path)
         self.manifest = manifest
-        self.backend = open_backend(manifest)
-        self.segments = [Segment(self.path, record, self.backend) for record in manifest.segments]
+        self.segments = [Segment(self.path, record, manifest.metric) for record in manifest.segments]
         self._search = Search(self.segments, manifest, self.path)
 
     def __len__(self) -> int:
@@ -54,7 +52,7 @@ class Snapshot:
     @property
     def metric(self) -> Metric:
         """How embeddings are compared."""
-        return self.backend.metric
+        return self.manifest.metric
 
     @property
     def versions(self) -> list[Fingerprint]:
@@ -187,7 +185,7 @@ class Snapshot:
         return [each[:top_k] for each in ordered]
 
     def verify(self) -> None:
-        """Compare every file with its checksum; only count vectors in a Milvus.
+        """Compare every file with its checksum.
 
         Raises:
             XcompatError: lists each damaged file.

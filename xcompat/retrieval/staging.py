@@ -51,11 +51,11 @@ class Staging:
         try:
             self.base = Snapshot(folder, read_manifest(folder))
             with suppress(XcompatError, OSError):  # the next writer retries
-                clear(folder, self.base.backend)
+                clear(folder)
         except BaseException:
             self.release()
             raise
-        self.manifest, self.backend = self.base.manifest, self.base.backend
+        self.manifest = self.base.manifest
         self._pending: dict[str, Items] = {}
         self._pending_ids: set[str] = set()
         self._pending_bytes = 0
@@ -188,9 +188,8 @@ class Staging:
 
     def flush(self) -> list[SegmentRecord]:
         """Write pending items; return the new segments."""
-        written = [
-            write_segment(self.folder, items, digest, self.backend) for digest, items in self._pending.items() if len(items)
-        ]
+        pending = [(items, digest) for digest, items in self._pending.items() if len(items)]
+        written = [write_segment(self.folder, items, digest, self.manifest) for items, digest in pending]
         self._pending, self._pending_ids, self._pending_bytes = {}, set(), 0
         self.take(written)
         return written
@@ -200,7 +199,7 @@ class Staging:
         self._versions.update({version.digest: version for version in versions})
         for record in records:
             self._written.append(record)
-            self._segments[record.name] = Segment(self.folder, record, self.backend)
+            self._segments[record.name] = Segment(self.folder, record, self.manifest.metric)
 
     def commit(self, by: str, dropped: Iterable[str] = ()) -> Manifest:
         """Publish all changes as the next generation.
@@ -261,7 +260,7 @@ class Staging:
                 f"{self.folder} has no earlier state; run `xcompat gallery rollback {self.folder} --list` to see the states"
             )
         wanted = read_state(self.folder, generation)
-        missing = [line for record in wanted.segments for line in Segment(self.folder, record, self.backend).missing()]
+        missing = [line for record in wanted.segments for line in Segment(self.folder, record, self.manifest.metric).missing()]
         if missing:
             raise XcompatError(
                 f"cannot return to generation {generation} of {self.folder}: {'; '.join(missing)}; restore the files, or choose "

@@ -223,5 +223,5 @@ def _load_progress(gallery: Snapshot, journal: Path) -> _Progress:
         return fresh
     if found.generation != gallery.generation or found.checksum != json_checksum(told):
         return fresh
-    whole = not any(Segment(gallery.path, record, gallery.backend).find_damage() for record in found.records)
+    whole = not any(Segment(gallery.path, record, gallery.metric).find_damage() for record in found.records)
     return found if whole else fresh

@@ -19,10 +19,10 @@ from xcompat.core.errors import XcompatError, nearest
 from xcompat.core.fingerprint import Fingerprint
 from xcompat.retrieval import Hit
 from xcompat.retrieval.manifest import Metric
-from xcompat.retrieval.milvus_lite import load_collection
 from xcompat.stores.base import BEFORE, UNKNOWN, Rows, Space, Store
 from xcompat.stores.lease import Lease
 from xcompat.stores.milvus_client import connect, lite_file, plain_errors
+from xcompat.stores.milvus_lite import load_collection
 from xcompat.stores.milvus_schema import MARK, STATE, indexes_like, mark_of, records, require_copyable, schema_like
 from xcompat.stores.uri import StoreUri
 
