@@ -27,7 +27,6 @@ from xcompat.core.progress import notice_once
 from xcompat.evaluation import EmbeddedImages, EvaluatedModels, cmc
 from xcompat.evaluation.selective import area_under_roc, risk_coverage
 from xcompat.heads import slerp
-from xcompat.integrations.texts import TextEmbedder
 from xcompat.mapping import Candidate, choose
 from xcompat.mapping.agreement import choose_by_agreement
 from xcompat.mapping.candidates import CandidateParts, fit
@@ -40,6 +39,7 @@ from xcompat.report.plots import draw_plots
 from xcompat.retrieval import Gallery
 from xcompat.retrieval.fallback import Fallback, OldQueries
 from xcompat.retrieval.ranking_comparison import find
+from xcompat.retrieval.text_embedder import TextEmbedder
 from xcompat.training.evaluate_command import evaluate_embeddings
 from xcompat.training.model_evaluation import evaluate_cases
 from xcompat.training.sections import EvaluationSettings

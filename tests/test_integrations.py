@@ -29,12 +29,12 @@ from xcompat import Fingerprint, XcompatError
 from xcompat.integrations.haystack import CompatDocumentEmbedder, CompatRanker, CompatTextEmbedder
 from xcompat.integrations.langchain import CompatEmbeddings, CompatReranker
 from xcompat.integrations.llamaindex import CompatEmbedding, CompatRerank
-from xcompat.integrations.texts import Source, TextEmbedder
 from xcompat.methods import METHODS
 from xcompat.models import CompatModel
 from xcompat.models.embedder import Embedder, load_checkpoint, load_embedder
 from xcompat.models.query_memory import QueryMemory
 from xcompat.retrieval import Gallery
+from xcompat.retrieval.text_embedder import Source, TextEmbedder
 from xcompat.retrieval.versions import stored_embeddings
 
 WORDS = ["red", "running", "shoe", "two", "dogs", "green", "grass", "greek", "small", "letter", "alpha", "tonos"]

@@ -9,7 +9,7 @@ from typing import Any, Self
 
 from xcompat.core.errors import XcompatError
 from xcompat.core.fingerprint import Fingerprint
-from xcompat.integrations.texts import Service, Source, TextEmbedder, TextReranker
+from xcompat.retrieval.text_embedder import Service, Source, TextEmbedder, TextReranker
 
 try:
     from haystack import Document, component, default_from_dict, default_to_dict
@@ -65,7 +65,7 @@ class CompatTextEmbedder(_Embedder):
     """Embedder of queries with a new model for the old model's document store.
 
     Args:
-        model: as in :class:`~xcompat.integrations.texts.TextEmbedder`.
+        model: as in :class:`~xcompat.retrieval.text_embedder.TextEmbedder`.
         version: as in ``TextEmbedder``.
         device: as in ``TextEmbedder``.
         embed_with: as there. A pipeline with it cannot be saved.
@@ -85,7 +85,7 @@ class CompatVectorMapper(_Embedder):
     """Mapper of query embeddings, made by another component with the new model, into the space of the old model's store.
 
     Args:
-        model: as in :class:`~xcompat.integrations.texts.TextEmbedder`. A map needs no encoder.
+        model: as in :class:`~xcompat.retrieval.text_embedder.TextEmbedder`. A map needs no encoder.
         version: as in ``TextEmbedder``.
         device: as in ``TextEmbedder``.
 
@@ -104,7 +104,7 @@ class CompatDocumentEmbedder(_Embedder):
     """Embedder of documents for a store searched with :class:`CompatTextEmbedder`.
 
     Args:
-        model: as in :class:`~xcompat.integrations.texts.TextEmbedder`.
+        model: as in :class:`~xcompat.retrieval.text_embedder.TextEmbedder`.
         version: as in ``TextEmbedder``.
         device: as in ``TextEmbedder``.
         meta_fields_to_embed: metadata to embed before a document's text, as in Haystack's own embedders.
@@ -148,7 +148,7 @@ class CompatRanker(_Embedder):
     """Re-ranker of an old store's documents by the new model.
 
     Args:
-        model: the new model, as in :class:`~xcompat.integrations.texts.TextReranker`.
+        model: the new model, as in :class:`~xcompat.retrieval.text_embedder.TextReranker`.
         top_k: number of documents to keep. None for all.
         device: as in :class:`CompatTextEmbedder`.
         embed_with: as there.

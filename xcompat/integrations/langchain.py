@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from xcompat.core.errors import XcompatError
 from xcompat.core.fingerprint import Fingerprint
-from xcompat.integrations.texts import Service, Source, TextEmbedder, TextReranker
+from xcompat.retrieval.text_embedder import Service, Source, TextEmbedder, TextReranker
 
 try:
     from langchain_core.documents import BaseDocumentCompressor, Document
@@ -22,7 +22,7 @@ class CompatEmbeddings(Embeddings):
     """New model's queries for a vector store of the old model, and documents for such a store.
 
     Args:
-        model: as in :class:`~xcompat.integrations.texts.TextEmbedder`.
+        model: as in :class:`~xcompat.retrieval.text_embedder.TextEmbedder`.
         version: as in ``TextEmbedder``.
         device: as in ``TextEmbedder``.
         embed_with: as there.
@@ -59,9 +59,9 @@ class CompatReranker(BaseDocumentCompressor):
     LangChain's retrievers return no scores, so only the new model decides.
 
     Args:
-        model: the new model, as in :class:`~xcompat.integrations.texts.TextReranker`.
+        model: the new model, as in :class:`~xcompat.retrieval.text_embedder.TextReranker`.
         top_k: number of documents to keep. None for all.
-        device: as in :class:`~xcompat.integrations.texts.TextReranker`.
+        device: as in :class:`~xcompat.retrieval.text_embedder.TextReranker`.
         embed_with: as there.
 
     Example:

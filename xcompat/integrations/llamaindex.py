@@ -7,7 +7,7 @@ from typing import Any
 
 from xcompat.core.errors import XcompatError
 from xcompat.core.fingerprint import Fingerprint
-from xcompat.integrations.texts import Service, Source, TextEmbedder, TextReranker
+from xcompat.retrieval.text_embedder import Service, Source, TextEmbedder, TextReranker
 
 try:
     from llama_index.core.base.embeddings.base import BaseEmbedding
@@ -24,7 +24,7 @@ class CompatEmbedding(BaseEmbedding):
     """New model's queries for an index of the old model, and nodes for such an index.
 
     Args:
-        model: as in :class:`~xcompat.integrations.texts.TextEmbedder`.
+        model: as in :class:`~xcompat.retrieval.text_embedder.TextEmbedder`.
         version: as in ``TextEmbedder``.
         device: as in ``TextEmbedder``.
         embed_with: as there.
@@ -83,9 +83,9 @@ class CompatRerank(BaseNodePostprocessor):
     """Re-ranker of an old index's nodes by the new model.
 
     Args:
-        model: the new model, as in :class:`~xcompat.integrations.texts.TextReranker`.
+        model: the new model, as in :class:`~xcompat.retrieval.text_embedder.TextReranker`.
         top_n: number of nodes to keep. None for all.
-        device: as in :class:`~xcompat.integrations.texts.TextReranker`.
+        device: as in :class:`~xcompat.retrieval.text_embedder.TextReranker`.
         embed_with: as there.
 
     Example:

@@ -18,7 +18,6 @@ from xcompat.core.errors import NoValidationDataError, XcompatError
 from xcompat.core.fingerprint import Fingerprint
 from xcompat.core.progress import notice
 from xcompat.encoders import is_loadable
-from xcompat.integrations.texts import TextEmbedder
 from xcompat.mapping.agreement import choose_by_labels_or_agreement
 from xcompat.mapping.candidates import GUESS, LINES, CandidateParts, Paired, fit
 from xcompat.mapping.choice_report import as_json, choice_html, describe_choice
@@ -35,6 +34,7 @@ from xcompat.models import CompatModel
 from xcompat.models.config import describe_old
 from xcompat.models.embedder import Embedder, load_embedder
 from xcompat.retrieval import Gallery
+from xcompat.retrieval.text_embedder import TextEmbedder
 from xcompat.retrieval.versions import as_float32
 
 Embeddings: TypeAlias = ArrayLike | Tensor | str | Path | Gallery | Any
