@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
@@ -67,17 +67,31 @@ if TYPE_CHECKING:
     from xcompat.retrieval.reranking import Reranker
     from xcompat.stores import Store
 
+T = TypeVar("T", Path, Path | None)
+
 app = typer.Typer(help="Build, search and upgrade a folder of embeddings.", no_args_is_help=True)
 
 Folder = Annotated[Path, typer.Argument(metavar="GALLERY", help="Gallery folder.")]
 ModelName = Annotated[str, typer.Option(help="Model: run folder, checkpoint, or name on the Hub.")]
 EmbedIn = Annotated[Dtype, typer.Option("--dtype", help="Precision of the model. Default: bfloat16 on CUDA, else float32.")]
-Source = Annotated[Path, typer.Argument(metavar="SOURCE", help="Image folder, shards, table, or text file.")]
+
+
+def _existing(source: T) -> T:
+    """Return the place of originals. Raise if they do not exist, before slow imports."""
+    if source is not None:
+        from xcompat.data.sources import local_files
+
+        local_files(str(source))
+    return source
+
+
+_Originals = typer.Argument(metavar="SOURCE", help="Image folder, shards, table, or text file.", callback=_existing)
+Source = Annotated[Path, _Originals]
 
 
 @app.command()
 def build(
-    source: Annotated[Path | None, typer.Argument(metavar="SOURCE", help="Image folder, shards, table, or text file.")] = None,
+    source: Annotated[Path | None, _Originals] = None,
     model: ModelName = "",
     out: Annotated[Path, typer.Option(help="Gallery folder.")] = Path("gallery"),
     index: Annotated[str | None, typer.Option(help="faiss factory string, e.g. HNSW32 or IVF1024,PQ64. Default: Flat.")] = None,
@@ -116,7 +130,7 @@ def build(
             "--ids works only with --from-faiss: ids of images are their paths, ids of texts come from --id-column; remove --ids"
         )
     elif source is not None:
-        argument_checks.require_inputs(source, model)
+        argument_checks.require_models(model)
         announce_loading(model, side_info)
         commands.require_place(out, index)
         originals = load_originals(source, texts, max_bad_share, kept)
@@ -266,7 +280,7 @@ def add(
     texts = _set_options(text_column=text_column, id_column=id_column, words=words, overlap=overlap, keep_text=keep_text)
     kept = _kept_columns(metadata, no_metadata)
     opened = open_gallery(gallery)
-    argument_checks.require_inputs(source, model)
+    argument_checks.require_models(model)
     announce_loading(model, side_info)
     originals = load_originals(source, texts, max_bad_share, kept)
     _warn_of_backfill(opened, model)
@@ -280,7 +294,10 @@ def upgrade(
     model: ModelName = "",
     backfill: Annotated[
         Path | None,
-        typer.Option(help="Images or texts to re-embed. Items with recorded demand come first, the others in random order."),
+        typer.Option(
+            help="Images or texts to re-embed. Items with recorded demand come first, the others in random order.",
+            callback=_existing,
+        ),
     ] = None,
     budget: Annotated[int | None, typer.Option(min=1, help="Maximum number of items to re-embed now.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the cost, and change nothing.")] = False,
@@ -315,7 +332,7 @@ def upgrade(
         with where.pool(model, newer) as spread:
             commands.upgrade(opened, newer, dry_run, spread)
     else:
-        argument_checks.require_inputs(backfill, model)
+        argument_checks.require_models(model)
         announce_loading(model)
         originals = load_originals(backfill, texts, max_bad_share, kept)
         _warn_of_backfill(opened, model)
@@ -461,9 +478,9 @@ def _examine_store(
 def _examine_gallery(gallery: str, model: str, images: str, texts: dict[str, object], sample: int) -> dict[str, object]:
     from xcompat.retrieval import argument_checks, commands
 
-    opened = open_gallery(Path(gallery))
-    argument_checks.require_inputs(Path(images), model)
-    originals = load_originals(Path(images), texts)
+    opened, source = open_gallery(Path(gallery)), _existing(Path(images))
+    argument_checks.require_models(model)
+    originals = load_originals(source, texts)
     return commands.doctor(opened, load_model(model), originals, sample)
 
 

@@ -80,12 +80,6 @@ def require_models(model: str, *others: str) -> None:
         require_model(name)
 
 
-def require_inputs(source: Path, model: str) -> None:
-    """Raise if the originals or the model do not exist."""
-    local_files(str(source))
-    require_models(model)
-
-
 def require_map(model: str) -> str:
     """Return a map's location; Hub names are not checked.
 

@@ -8,8 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xcompat.data import BadSamples
-from xcompat.data.images import stores_orientation
-from xcompat.data.schema import IMAGE, TEXT
+from xcompat.data.schema import TEXT
 from xcompat.models.embedder import Embedder
 from xcompat.retrieval.doctor import OTHER, StoredSample, find_dividing_cosine
 from xcompat.retrieval.gallery import Gallery
@@ -54,8 +53,8 @@ def find_changed_originals(
     unknown = rows[~kept_n]
     drawn = np.sort(np.random.default_rng(0).choice(unknown, min(LOOKED_AT, len(unknown)), replace=False))
     found = _by_embedding(gallery, originals, drawn, embedder)
-    if len(found) and all(_has_orientation(originals, row) for row in found):
-        turned = np.array([row for row in unknown if _has_orientation(originals, row)], np.int64)
+    if len(found) and all(map(originals.has_orientation, found)):
+        turned = np.array([row for row in unknown if originals.has_orientation(row)], np.int64)
         return ChangedOriginals(turned, _describe_originals(originals, turned), on_side=True)
     return ChangedOriginals(unknown, _describe_originals(originals, found, f" of {len(drawn)} checked")) if len(found) else None
 
@@ -85,10 +84,6 @@ def _by_embedding(gallery: Gallery, originals: Originals, rows: NDArray[np.int64
         return rows[every[cosines_n < OTHER]]
     chance = float(np.median(stored.cosines(fresh_nd[every], np.roll(every, 1))))
     return rows[every[cosines_n < find_dividing_cosine(cosines_n, chance)]]
-
-
-def _has_orientation(originals: Originals, row: np.int64) -> bool:
-    return IMAGE in originals.dataset.column_names and stores_orientation(originals.dataset[int(row)][IMAGE])
 
 
 def _describe_originals(originals: Originals, rows: NDArray[np.int64], of: str = "") -> str:

@@ -18,6 +18,7 @@ from xcompat.core.errors import XcompatError
 from xcompat.core.lazy import datasets as hf
 from xcompat.core.progress import Waiting
 from xcompat.data import BadSamples, PairSource, TextSource, contains_images, load_pairs, load_text_items
+from xcompat.data.images import stores_orientation
 from xcompat.data.schema import CAPTION, ID, IMAGE, METADATA, TEXT, captions_of
 from xcompat.embeddings.embed import Contents, embed_blocks, embed_rows, images_per_batch
 
@@ -59,6 +60,9 @@ class Originals(Protocol):
 
     def contents(self, rows: NDArray[np.int64]) -> Contents:
         """Read rows, for a worker to embed."""
+
+    def has_orientation(self, row: np.int64) -> bool:
+        """Return whether a row is a photo with an EXIF orientation other than upright."""
 
     def part(self, embedder: Embedder) -> int:
         """Return the number of rows to embed before sharing results."""
@@ -110,6 +114,10 @@ class Images:
     def contents(self, rows: NDArray[np.int64]) -> Contents:
         """Return images as stored, possibly as paths only."""
         return Contents(self.dataset.select_columns([IMAGE])[rows][IMAGE], [self.ids[row] for row in rows.tolist()])
+
+    def has_orientation(self, row: np.int64) -> bool:
+        """Return whether a photo has an EXIF orientation other than upright."""
+        return stores_orientation(self.dataset[int(row)][IMAGE])
 
     def part(self, embedder: Embedder) -> int:
         """Return the row count of whole batches."""
@@ -192,6 +200,10 @@ class Texts:
     def contents(self, rows: NDArray[np.int64]) -> Contents:
         """Return the rows' texts."""
         return Contents(self.dataset.select_columns([TEXT])[rows][TEXT])
+
+    def has_orientation(self, row: np.int64) -> bool:
+        """Return False: texts have none."""
+        return False
 
     def part(self, embedder: Embedder) -> int:
         """Return the number of texts to sort at once."""
