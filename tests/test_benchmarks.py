@@ -16,14 +16,17 @@ import pytest
 import torch
 import warm
 import yaml
-from conftest import unit
+from conftest import unit, write_photos
 
 from xcompat import Fingerprint
 from xcompat.core import progress
 from xcompat.core.errors import XcompatError
+from xcompat.core.metric_names import metric_name
+from xcompat.report import load_report
 from xcompat.training.compare import compare_recipe
 from xcompat.training.evaluate_command import evaluate_embeddings
-from xcompat.training.recipe import Recipe, parse_recipe
+from xcompat.training.recipe import Recipe, load_recipe, parse_recipe
+from xcompat.training.run import run_recipe
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = ROOT / "benchmarks" / "speed"
@@ -341,6 +344,59 @@ def test_embeddings_alone_are_a_row(
     evaluate_embeddings(entries / "old", entries / "old", None, None, entries / "turned")
     with pytest.raises(SystemExit, match="turned was not judged on the old gallery of this protocol"):
         leaderboard.studies(tmp_path / "bench")
+
+
+def read_cells(printed: str) -> dict[tuple[str, str, str], str]:
+    """Return (row, metric, way) -> cell of the tables of means."""
+    cells, metric, heads = {}, "", [""]
+    for line in (line for line in printed.splitlines() if line.startswith("| ")):
+        row = [cell.strip() for cell in line.strip("|").split("|")]
+        if "new/new" in row:  # a header; gains have no old/old
+            metric, heads = row[0].rpartition(": ")[2] if "old/old" in row else "", row
+        elif metric:
+            cells |= {(row[0], metric, head): cell for head, cell in zip(heads, row, strict=True)}
+    return cells
+
+
+def test_the_study_of_trained_models_prints_the_cells_of_their_reports(
+    pairs: dict[str, Any],
+    tmp_path: Path,
+    image_folder_of: dict[str, str],
+    benchmark: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    study, half = benchmark("reranking_trained"), {"scenario": "open-class", "fraction": 0.5}
+    for number, file in enumerate(sorted(write_photos(tmp_path / "all", 36).iterdir())):
+        (folder := tmp_path / "classes" / "abcdef"[number // 6]).mkdir(parents=True, exist_ok=True)
+        file.rename(folder / file.name)
+    photos = {"path": str(tmp_path / "classes")}
+    data = {"images": photos, "subset": half | {"side": "old"}, "queries": photos, "test_subset": half | {"side": "new"}}
+    files = []
+    for raw in (pairs, protocol(tmp_path, data, image_folder_of["resnet"], image_folder_of["vit"])):
+        files.append(tmp_path / f"{len(files)}.yaml")
+        raw |= {"output_dir": str(tmp_path / files[-1].stem), "stages": [{"name": "line", "method": "whitened"}]}
+        raw["evaluation"] |= {"ks": [1, 5], "slerp": 0.5, "rerank": 20}
+        files[-1].write_text(yaml.safe_dump(raw))
+    monkeypatch.setattr(sys, "argv", ["reranking_trained.py", *map(str, files), "--seeds", "1"])
+    with pytest.raises(SystemExit, match="0.yaml: .*seed-0 is not trained; run `xcompat compare`"):
+        study.main()
+    for file in files:
+        run_recipe(load_recipe(file).of_seed(0))
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as ended:
+        study.main()
+    assert isinstance(ended.value.code, bool)
+    cells = read_cells(capsys.readouterr().out)
+    ways = {"old/old": "old/old", "new/old": "map", "slerp/old": "half-way", "new+rerank/old": "map + 20", "new/new": "new/new"}
+    compared = 0
+    reports = {file.stem: load_report(tmp_path / file.stem / "seed-0") for file in files}
+    for name, case in ((name, case) for name, report in reports.items() for case in report.cases):
+        row = ", ".join(part for part in (name, case.direction, case.population) if part not in ("image-to-image", "all"))
+        for metric in {"cmc@1", "cmc@5", "map", "recall@1"} & case.metrics.keys() if case.label in ways else ():
+            assert cells[row, metric_name(metric), ways[case.label]] == f"{100 * case.metrics[metric]:.1f}"
+            compared += 1
+    assert compared == len(ways) * (1 + 1 + 3 + 3), "captions in both directions; photos, also in the whole gallery"
 
 
 def test_the_old_gallery_of_images_and_of_texts(

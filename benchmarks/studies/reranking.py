@@ -157,7 +157,8 @@ def show(title: str, columns: list[Column], metrics: tuple[str, ...]) -> bool:
             console.print(f"| {column.name} | {' | '.join(f'{column.mean(str(way), metric):.1f}' for way in WAYS)} |")
         full = np.mean([column.mean(NEW, metric) - column.mean(OLD, metric) for column in columns])
         gains = [np.mean([column.mean(str(way), metric) - column.mean(OLD, metric) for column in columns]) for way in WAYS]
-        console.print(f"| mean share of new/new's gain, % | {' | '.join(f'{100 * gain / full:.0f}' for gain in gains)} |")
+        shares = (f"{100 * gain / full:.0f}" if full > 0 else "" for gain in gains)
+        console.print(f"| mean share of new/new's gain, % | {' | '.join(shares)} |")
         console.print(f"\n| {title}: gain at {metric} | {' | '.join(map(str, JUDGED))} |\n|---|{'---:|' * len(JUDGED)}")
         for column in columns:
             found = [column.compare(str(way), metric) for way in JUDGED]
@@ -167,6 +168,16 @@ def show(title: str, columns: list[Column], metrics: tuple[str, ...]) -> bool:
     return sure
 
 
+def print_conditions(seeds: int, started: float) -> None:
+    """Print the number of seeds, the time since the start, and versions."""
+    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("torch", "numpy"))
+    minutes = (time.monotonic() - started) / 60
+    console.print(
+        f"\n{seeds} seeds, {minutes:.0f} minutes, {torch.get_num_threads()} threads of {platform.machine()}; "
+        f"Python {platform.python_version()}, {versions}"
+    )
+
+
 def main() -> None:
     """Measure every protocol, and print tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -174,12 +185,7 @@ def main() -> None:
     options, started = parser.parse_args(), time.monotonic()
     sure = show("Texts", run_texts(options.seeds), ("nDCG@10",))
     sure &= show("Photos", run_photos(options.seeds), ("CMC@1", "CMC@5", "mAP"))
-    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("torch", "numpy"))
-    minutes = (time.monotonic() - started) / 60
-    console.print(
-        f"\n{options.seeds} seeds, {minutes:.0f} minutes, {torch.get_num_threads()} threads of {platform.machine()}; "
-        f"Python {platform.python_version()}, {versions}"
-    )
+    print_conditions(options.seeds, started)
     sys.exit(not sure)
 
 
