@@ -208,7 +208,7 @@ def load_text_searches() -> Iterator[tuple[str, Search]]:
 
         for old, new in TEXT_UPGRADES:
             stored, asked = (load_text_sides(name, old, new) for name in names)
-            yield f"{task.name}, {old} → {new}", Search(stored, asked, score, np.arange(len(asked)))
+            yield f"{task.name}, `{old}` → `{new}`", Search(stored, asked, score, np.arange(len(asked)))
 
 
 def run_texts(seeds: int) -> None:
