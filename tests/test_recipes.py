@@ -195,6 +195,13 @@ def test_the_papers_schedule_is_theirs_for_every_method() -> None:
     assert all(stage.training["max_grad_norm"] == 0 for stage in recipe.stages)
 
 
+def test_workers_decode_images_for_frozen_models_in_the_training_step() -> None:
+    online = {(file, stage.name): stage for file in RECIPES for stage in loaded(file).stages if stage.online_roles}
+    on_gpus = {place: stage for place, stage in online.items() if "a GPU" in place[0].read_text(encoding="utf-8")}
+    assert {file.parent.name for file, _ in on_gpus} == {"bt2", "oca", "vision"}
+    assert [place for place, stage in on_gpus.items() if not stage.training.get("dataloader_num_workers")] == []
+
+
 def test_every_recipe_says_what_it_needs_and_whether_it_was_run() -> None:
     texts = {named(file): file.read_text(encoding="utf-8") for file in RECIPES}
     headers = {name: "".join(line for line in text.lower().splitlines() if line.startswith("#")) for name, text in texts.items()}
