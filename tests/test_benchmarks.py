@@ -39,6 +39,7 @@ TOYS = {
     "compiled": {"images": 1, "edge": 32, "layers": 1, "rounds": 1},
     "draft_decoding": {"images": 2, "rounds": 1},
     "freed_memory": {"images": 2, "rounds": 1},
+    "online_workers": {"steps": 2, "edge": 32, "batch": 4, "rounds": 1},
     "pair_memory": {"most": 128},
     "serve": {"searches": 4, "items": 50, "dim": 8, "rounds": 1},
     "stores": {"items": 200, "migrated": 0, "dim": 8, "queries": 2, "rounds": 1},

@@ -15,8 +15,11 @@ from schedule import mostly_nightly
 from test_distributed import join_group
 from test_models import CLASSIFIED, TRAINED, TRIPLETS, batch_for, build
 from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
+from torch._dynamo.utils import counters
 
 from xcompat.models import CompatModel
+from xcompat.training.recipe import parse_recipe
+from xcompat.training.run import run_recipe
 
 FAST = {"bct", "fct", "query_map", "advbct"}
 
@@ -78,6 +81,40 @@ def test_a_drawn_bank_is_an_operator_of_one_graph(folder_of: dict[str, str], ima
     torch.testing.assert_close(trajectories[1], trajectories[0])
     assert counter.frame_count == 1
     assert copy.deepcopy(model).drawn_bank is model.drawn_bank
+
+
+PHI = {"name": "phi", "method": "projection"}
+BY_RECIPE = {"bct": [{"method": "bct"}], "fct": [{"method": "fct"}], "xbt": [PHI, {"method": "xbt", "projection": "stage:phi"}]}
+
+
+@pytest.mark.parametrize("method", mostly_nightly(list(BY_RECIPE), "bct".__eq__))
+def test_a_recipe_compiles_its_training_steps_without_breaks(
+    method: str,
+    folder_of: dict[str, str],
+    old_folder: str,
+    image_folder_of: dict[str, str],
+    pairs_folder: str,
+    texts_file: str,
+    tmp_path: Path,
+) -> None:
+    torch._dynamo.reset()
+    counters.clear()
+    on_captions = {"pairs": {"path": pairs_folder}, "texts": [{"path": texts_file}]}
+    on_classes = {"images": {"path": pairs_folder, "label_column": "caption"}}
+    raw = {
+        "output_dir": str(tmp_path / "run"),
+        "cache_dir": str(tmp_path / "cache"),
+        "old": old_folder,
+        "new": folder_of["clip"] if method == "xbt" else image_folder_of["resnet"],
+        "data": on_captions if method == "xbt" else on_classes,
+        "training": {"max_steps": 3, "per_device_train_batch_size": 4, "torch_compile": True, "torch_compile_backend": "eager"},
+        "evaluation": None,
+    }
+    recipe = parse_recipe({**raw, "stages": BY_RECIPE[method]}, "demo", "demo.yaml")
+    assert all(stage.training["torch_compile"] for stage in recipe.stages)
+    run_recipe(recipe)
+    assert not counters["graph_break"] and counters["frames"]["ok"] == counters["frames"]["total"]
+    assert counters["stats"]["unique_graphs"] == {"bct": 1, "fct": 3, "xbt": 2}[method], "progress compiles fct twice more"
 
 
 def compile_on_a_rank(rank: int, folders: dict[str, str], images: list[Image.Image], store: str) -> None:
