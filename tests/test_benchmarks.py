@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.metadata
 import itertools
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -19,7 +20,7 @@ import yaml
 from conftest import unit, write_photos
 
 from xcompat import Fingerprint
-from xcompat.core import progress
+from xcompat.core import progress, provenance
 from xcompat.core.errors import XcompatError
 from xcompat.core.metric_names import metric_name
 from xcompat.report import load_report
@@ -177,17 +178,20 @@ def test_the_script_for_faiss_on_gpus_runs_at_toy_size(tmp_path: Path) -> None:
 GPU_SCRIPT = ROOT / "benchmarks" / "gpu" / "throughput.py"
 GPU_LINES = (
     "matrix product, 64 x 64",
+    "pair stage, 8 pairs in parts of 4",
     "φ from a cache, batches of 16, logits in float32",
     "φ from a cache, batches of 16, logits in TF32",
     "image embedding, from tensors",
     "image embedding, from JPEG files",
-    "pair stage, 8 pairs in parts of 4",
+    "faiss IVF16,Flat of 1,000 x 512, CPU",
+    "ranking 200 x 200",
     "pair stage, 8 pairs in parts of 4, FSDP2 on one GPU",
+    "oca_tiny_imagenet, stage independent, 4 at a time",
+    "re-ranking 8 hits per query",
     "text embedding, from tokens",
     "text embedding, from strings",
-    "ranking 200 x 200",
-    "re-ranking 8 hits per query",
 )
+"""In the order in which a run that is cut off is to keep them."""
 
 
 @pytest.fixture
@@ -207,12 +211,38 @@ def test_the_script_for_gpus_runs_at_toy_size(tmp_path: Path) -> None:
     assert page.startswith("before\n<!-- gpu -->\nWritten by `make gpu`") and page.endswith("<!-- /gpu -->\nafter\n")
     assert "old" not in page.split("|")[0] and "under way" not in page and "Toy size" in page
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines() if line.startswith("| ")][1:]
-    assert [any(row[0].startswith(line) for row in rows) for line in GPU_LINES] == [True] * len(GPU_LINES), rows
-    assert len(rows) == len(GPU_LINES) and all(row[1] for row in rows), "each has its rate"
+    assert len(rows) == len(GPU_LINES) and all(row[0].startswith(line) for row, line in zip(rows, GPU_LINES, strict=True)), rows
+    assert all(row[1] for row in rows), "each has its rate"
     asked = {row[0]: row[5] for row in rows if row[5]}
     assert len(asked) == 3 and all(said.endswith("not judged") for said in asked.values())
-    assert "paper 1.55 h" in rows[1][6] and "no GPU, so without FSDP2" in rows[6][6]
+    assert "paper 1.55 h" in rows[2][6] and "no GPU, so without FSDP2" in rows[8][6] and "100 epochs of 50,000" in rows[9][6]
     assert all(line in done.stdout for line in GPU_LINES)
+
+
+def test_a_checkout_that_is_not_installed_describes_its_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def version(name: str) -> str:
+        if name == "xcompat":
+            raise importlib.metadata.PackageNotFoundError(name)
+        return "1.0"
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    monkeypatch.setattr(shutil, "which", lambda _: None)
+    monkeypatch.setattr(provenance, "_versions", provenance._versions.__wrapped__)
+    monkeypatch.setattr(provenance, "_git_revision", provenance._git_revision.__wrapped__)
+    described = provenance.provenance()
+    assert described["versions"]["xcompat"] == "not installed" and described["versions"]["transformers"] == "1.0"
+    assert described["git_revision"] is None
+
+
+def test_wheels_fill_few_folders_of_limited_size_in_tested_versions(throughput: Any, benchmark: Any) -> None:
+    wheels = benchmark("wheels")
+    assert wheels.fill_folders({"a": 3, "b": 5, "c": 4, "d": 9}, most=8) == [["d"], ["b", "a"], ["c"]]
+    wanted = wheels.find_dependencies(wheels.NEEDED) - {"xcompat"}
+    assert {"transformers", "torchvision", "faiss-cpu", "typer"} <= wanted and "ruff" not in wanted
+    pinned = list(wheels.pin_versions(wanted, wheels.CONSTRAINTS.read_text(encoding="utf-8"), "2.11"))
+    assert "torchvision==0.26.*" in pinned and all("==" in each for each in pinned)
+    with pytest.raises(ValueError, match="nothing is not in constraints"):
+        list(wheels.pin_versions(["nothing"], "", "2.11"))
 
 
 def test_without_a_gpu_the_script_for_gpus_says_so_in_one_line(tmp_path: Path) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Iterator
 from functools import partial
 from itertools import count
 from pathlib import Path
 
+import faiss
 import numpy as np
 import torch
+from faiss_index import Side, agreement, compare_sides
 from setting import (
     DISTINCT,
     OLD_DIM,
@@ -38,7 +41,7 @@ from xcompat.retrieval.reranking import Reranker
 PRODUCTS = 64  # matrix products a run: a card needs some time to reach its clock
 LEAST_SHARE = 0.85
 PHOTO_ROUNDS = 3
-HITS, QUERIES = 20, 16
+HITS, QUERIES, SEARCHES = 20, 16, 4096
 PER_CLASS = 50
 
 
@@ -143,6 +146,21 @@ def ranking(size: Size, device: torch.device) -> Figure:
     rate = size.ranked / seconds_of(lambda: rank(pairs), device, PHOTO_ROUNDS)
     what, flops = f"ranking {size.ranked:,} x {size.ranked:,}", 2.0 * rate * size.ranked * OLD_DIM
     return Figure(what, rate, flops, peak_since(device), note="queries a second, by products in float64")
+
+
+def faiss_sides(size: Size, device: torch.device) -> Iterator[Figure]:
+    """Build and search a faiss index on the CPU and on GPUs."""
+    what = f"faiss {size.factory} of {size.indexed:,} x {OLD_DIM}"
+    if device.type == "cuda" and not faiss.get_num_gpus():
+        yield Figure(what, note="not run: faiss sees no GPU; install faiss-gpu and run this again")
+        return
+    sides: list[Side] = []
+    for side in compare_sides(size.indexed, OLD_DIM, SEARCHES, size.factory, PHOTO_ROUNDS):
+        sides.append(side)
+        note = f"queries a second, {SEARCHES:,} at a time; built in {side.building:.2f} s"
+        if len(sides) > 1:
+            note += f"; {sides[0].searching / side.searching:.1f} times as fast as the CPU, {agreement(sides):.1%} of its results"
+        yield Figure(f"{what}, {side.name}", SEARCHES / side.searching, note=note)
 
 
 def images_compiled(embedder: Embedder, eager: Figure, device: torch.device) -> Figure:

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from typing import NamedTuple
 from unittest.mock import patch
 
 import faiss
@@ -45,28 +46,56 @@ def timed(run: Callable[[], object], rounds: int) -> float:
     return statistics.median(seconds)
 
 
-def main(items: int = 2_000_000, dim: int = 512, queries: int = 4096, index: str = "IVF4096,Flat", rounds: int = 5) -> None:
-    """Build and search on both sides, and print the table."""
+class Side(NamedTuple):
+    """What faiss reaches on the CPU or on GPUs.
+
+    Args:
+        name: of the side.
+        building: seconds to build the index.
+        searching: seconds of a search of all queries.
+        found: (Q, k) rows found.
+    """
+
+    name: str
+    building: float
+    searching: float
+    found: np.ndarray
+
+
+def compare_sides(items: int, dim: int, queries: int, index: str, rounds: int) -> Iterator[Side]:
+    """Build and search on the CPU, and on GPUs if faiss sees any."""
     generator = np.random.default_rng(0)
     embeds_ND, queries_QD = (generator.standard_normal((rows, dim), dtype=np.float32) for rows in (items, queries))
     faiss.normalize_L2(embeds_ND), faiss.normalize_L2(queries_QD)
-    gpus, table, found = faiss.get_num_gpus(), Table("", "build, s", "search, s", "queries/s"), []
-    for side in ("CPU", f"{gpus} GPUs") if gpus else ("CPU",):
+    gpus = faiss.get_num_gpus()
+    for name in ("CPU", f"{gpus} GPUs") if gpus else ("CPU",):
         with ExitStack() as hidden:
-            if side == "CPU":
+            if name == "CPU":
                 hidden.enter_context(patch.object(faiss, "get_num_gpus", int))
             started = time.perf_counter()
             made = built(index, embeds_ND)
             building = time.perf_counter() - started
-            found.append(made.search(queries_QD, TOP_K)[1])  # the first search copies the index
+            found = made.search(queries_QD, TOP_K)[1]  # the first search copies the index
             searching = timed(lambda made=made: made.search(queries_QD, TOP_K), rounds)
-        table.add_row(side, f"{building:.2f}", f"{searching:.3f}", f"{queries / searching:,.0f}")
+        yield Side(name, building, searching, found)
+
+
+def agreement(sides: list[Side]) -> float:
+    """Return the share of the first side's results that the last one finds too."""
+    pairs = zip(sides[0].found, sides[-1].found, strict=True)
+    return float(np.mean([np.isin(*pair).mean() for pair in pairs]))
+
+
+def main(items: int = 2_000_000, dim: int = 512, queries: int = 4096, index: str = "IVF4096,Flat", rounds: int = 5) -> None:
+    """Build and search on both sides, and print the table."""
+    table, sides = Table("", "build, s", "search, s", "queries/s"), list(compare_sides(items, dim, queries, index, rounds))
+    for side in sides:
+        table.add_row(side.name, f"{side.building:.2f}", f"{side.searching:.3f}", f"{queries / side.searching:,.0f}")
     console = Console()
     console.print(table)
     console.print(f"{index} of {items:,} x {dim}, {queries:,} queries, faiss {faiss.__version__}")
-    if gpus:
-        same = np.mean([np.isin(*pair).mean() for pair in zip(*found, strict=True)])
-        console.print(f"{same:.1%} of what the GPUs find is what the CPU finds")
+    if len(sides) > 1:
+        console.print(f"{agreement(sides):.1%} of what the CPU finds is what the GPUs find")
     else:
         console.print("faiss sees no GPU: nothing to compare")
 

@@ -6,7 +6,7 @@ import io
 import statistics
 import tarfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -46,6 +46,8 @@ class Size(NamedTuple):
         seconds: how long a training is timed.
         warm: steps before that, which use up what a dataloader made ahead.
         ranked: items that are ranked for as many queries.
+        indexed: vectors in a faiss index.
+        factory: its description.
     """
 
     clip: dict[str, Any]
@@ -59,6 +61,8 @@ class Size(NamedTuple):
     seconds: float
     warm: int
     ranked: int
+    indexed: int
+    factory: str
 
     @property
     def edges(self) -> tuple[int, int]:
@@ -70,10 +74,12 @@ class Size(NamedTuple):
 FULL = Size(
     {"model_type": "clip", "projection_dim": 768, "text_config": TEXT, "vision_config": VISION},
     65536, 16384, 2_000_000, 8192, 1024, 128, 8192, 30.0, 8, 50_000,
+    500_000, "IVF1024,Flat",
 )  # fmt: skip
 SMALL = Size(
     {"model_type": "clip", "projection_dim": 16, "text_config": TOY, "vision_config": TOY | {"image_size": 32, "patch_size": 8}},
     64, 8, 64, 16, 8, 4, 64, 0.2, 1, 200,
+    1000, "IVF16,Flat",
 )  # fmt: skip
 
 
@@ -144,6 +150,21 @@ def build_encoder(size: Size) -> tuple[Encoder, Processor]:
     return encoder_from_scratch(ScratchSource(model=size.clip, vocab_size=512), [" ".join(WORDS)] * 8)
 
 
+def write_shard(file: Path, rows: Iterable[dict[str, bytes]]) -> None:
+    """Write a webdataset shard.
+
+    Args:
+        file: the shard.
+        rows: content of each sample by ending.
+    """
+    with tarfile.open(file, "w") as tar:
+        for number, row in enumerate(rows):
+            for ending, content in row.items():
+                member = tarfile.TarInfo(f"{number:06d}.{ending}")
+                member.size = len(content)
+                tar.addfile(member, io.BytesIO(content))
+
+
 def photos_on_disk(folder: Path, count: int, captions: bool) -> datasets.Dataset:
     """Write JPEG files of the web's usual size into a shard, and read each as often as it takes for a count.
 
@@ -154,20 +175,16 @@ def photos_on_disk(folder: Path, count: int, captions: bool) -> datasets.Dataset
     """
     generator = np.random.default_rng(0)
     distinct = min(DISTINCT, count)
-    with tarfile.open(folder / "photos.tar", "w") as tar:
-        for number in range(distinct):
-            members = {"jpg": _jpeg(generator)}
-            if captions:
-                members["txt"] = " ".join(generator.choice(WORDS, TOKENS[1] - 2)).encode()
-            for ending, content in members.items():
-                member = tarfile.TarInfo(f"{number:06d}.{ending}")
-                member.size = len(content)
-                tar.addfile(member, io.BytesIO(content))
+    photos = ({"jpg": make_jpeg(generator)} for _ in range(distinct))
+    texts = (" ".join(generator.choice(WORDS, TOKENS[1] - 2)).encode() for _ in range(distinct))
+    rows = (photo | {"txt": text} for photo, text in zip(photos, texts, strict=True)) if captions else photos
+    write_shard(folder / "photos.tar", rows)
     pairs = load_pairs(PairSource(path=f"{folder}/photos.tar", captions=captions))
     return pairs.select(np.arange(count) % distinct)
 
 
-def _jpeg(generator: np.random.Generator) -> bytes:
+def make_jpeg(generator: np.random.Generator, size: tuple[int, int] = (500, 375)) -> bytes:
+    """Return a JPEG file of a size."""
     coarse = Image.fromarray(generator.integers(0, 255, (24, 32, 3), dtype=np.uint8))
-    coarse.resize((500, 375), Image.Resampling.BICUBIC).save(buffer := io.BytesIO(), "JPEG", quality=85)
+    coarse.resize(size, Image.Resampling.BICUBIC).save(buffer := io.BytesIO(), "JPEG", quality=85)
     return buffer.getvalue()

@@ -3,11 +3,18 @@
     python benchmarks/gpu/throughput.py [--tiny] [--page docs/results/gpu.md]
 
 Samples a second, TFLOP/s and their share of a bfloat16 matrix product measured in the same run, and the memory at its highest:
-φ in batches of 8,192 from an embedding cache on the disk (its logits in float32 as with `training.tf32: false`, and in TF32),
-text embedding (from tokens on the card, and from strings into a cache), image embedding (from tensors, the same compiled, and
-from JPEG files into a cache), the pair stage with 1,024 pairs by the Trainer, alone and under FSDP2 in one process of `accelerate
-launch`, exact rankings of 50,000 items for as many queries, and queries whose first 20 hits are re-ranked. All models are of CLIP
-L/14's size with random weights, on which speed does not depend.
+
+- the pair stage with 1,024 pairs by the Trainer,
+- φ in batches of 8,192 from an embedding cache on the disk (its logits in float32 as with `training.tf32: false`, and in TF32),
+- image embedding, from tensors, and from JPEG files into a cache,
+- building and searching a faiss index, on the CPU and on GPUs,
+- exact rankings of 50,000 items for as many queries,
+- the pair stage under FSDP2 in one process of `accelerate launch`,
+- training steps of recipes/vision/oca_tiny_imagenet.yaml,
+- queries whose first 20 hits are re-ranked,
+- text embedding, from tokens on the card, and from strings into a cache, and compiled image embedding.
+
+Models of the other parts have CLIP L/14's size and random weights, on which speed does not depend.
 
 Each line goes into the page as soon as it is measured, so a run that is stopped keeps what it had; a part that fails is a
 line too. It is built to end within nine minutes on an H100. With --tiny every part runs at toy size, on a CPU too, and is
@@ -27,7 +34,19 @@ from typing import NamedTuple
 
 import torch
 import typer
-from embedding_parts import embedder_of, images, images_compiled, photos, product, ranking, reranking, strings, tokens
+from embedding_parts import (
+    embedder_of,
+    faiss_sides,
+    images,
+    images_compiled,
+    photos,
+    product,
+    ranking,
+    reranking,
+    strings,
+    tokens,
+)
+from recipe_part import recipe_stage
 from rich.console import Console
 from setting import FULL, SMALL, Figure, Size
 from training_parts import pair_stage, projection, sharded
@@ -81,13 +100,15 @@ class Measuring:
         size, device = self.size, self.device
         return [
             Part("matrix product", 20, lambda _: [product(size, device)]),
+            Part("pair stage", 110, lambda done: [pair_stage(size, device, done[0])]),
             Part("φ from a cache", 120, lambda _: projection(size, device)),
             Part("image embedding", 60, self._images),
-            Part("pair stage", 110, lambda done: [pair_stage(size, device, done[0])]),
-            Part("pair stage, FSDP2 on one GPU", 100, self._sharded),
-            Part("text embedding", 60, self._texts),
+            Part("faiss", 60, lambda _: faiss_sides(size, device)),
             Part("ranking", 30, lambda _: [ranking(size, device)]),
+            Part("pair stage, FSDP2 on one GPU", 100, self._sharded),
+            Part("oca_tiny_imagenet", 50, lambda _: [recipe_stage(size, device)]),
             Part("re-ranking", 40, self._reranking),
+            Part("text embedding", 60, self._texts),
             *([Part("image embedding, compiled", 120, self._compiled)] if device.type == "cuda" else []),
         ]
 

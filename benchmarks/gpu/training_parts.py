@@ -91,6 +91,11 @@ def workers(batch_bytes: int) -> int:
 def trained(model: CompatModel, data: Data, method: str, training: dict[str, Any], mini_batch: int | None, clock: Clock) -> Clock:
     """Train as a recipe's stage does, until the clock ends it."""
     part = StageRecipe(method=method, mini_batch_size=mini_batch, training=ALIKE | training)
+    return train_steps(model, data, part, clock)
+
+
+def train_steps(model: CompatModel, data: Data, part: StageRecipe, clock: Clock) -> Clock:
+    """Train a stage until the clock ends it."""
     with tempfile.TemporaryDirectory() as folder:
         cost = CostCallback(Path(folder) / "cost.json")
         arguments = training_arguments(part, 0, Path(folder) / "checkpoints")

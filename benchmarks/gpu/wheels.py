@@ -7,7 +7,7 @@ It leaves out packages that torch and transformers install, except for transform
 run in the repository:
 
     pip install --no-index --no-deps wheels/*/*.whl
-    python benchmarks/gpu/throughput.py
+    PYTHONPATH=. python benchmarks/gpu/throughput.py
 """
 
 from __future__ import annotations

@@ -9,10 +9,10 @@ import re
 import sys
 import traceback
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
 
 from xcompat.core.errors import XcompatError, visible_line, without_secrets
 from xcompat.core.fingerprint import Fingerprint
+from xcompat.core.provenance import installed_version
 
 INTERRUPTED = "interrupted; start again to continue"
 BROKEN_PIPE = "output pipe closed; run the command again to continue"
@@ -160,14 +160,6 @@ def origin(error: BaseException) -> str:
     installed += [f"{name} {installed_version(name)}" for name in LIBRARIES]
     models = f"; models: {', '.join(found)}" if (found := _models(error)) else ""
     return f"This is a bug. Please report it with all lines above: {', '.join(installed)}, {platform.platform()}{models}"
-
-
-def installed_version(name: str) -> str:
-    """Return the installed version of a distribution without importing it, or ``not installed``."""
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return "not installed"
 
 
 def _models(error: BaseException) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+import shutil
 import subprocess
 import sys
 from functools import cache
@@ -35,7 +36,15 @@ def provenance() -> dict[str, object]:
 
 @cache  # the versions that run, even if others are installed or checked out meanwhile
 def _versions() -> dict[str, str]:
-    return {name: importlib.metadata.version(name) for name in LIBRARIES}
+    return {name: installed_version(name) for name in LIBRARIES}
+
+
+def installed_version(name: str) -> str:
+    """Return the installed version of a distribution without importing it, or ``not installed``."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
 
 
 @cache
@@ -48,7 +57,7 @@ def _cpu_name() -> str:
 @cache
 def _git_revision() -> str | None:
     folder = Path(__file__).resolve().parents[1]
-    if not (folder / ".git").exists():
+    if not (folder / ".git").exists() or shutil.which("git") is None:
         return None
     described = subprocess.run(
         ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=12"], capture_output=True, text=True, check=False
