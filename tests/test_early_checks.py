@@ -18,10 +18,18 @@ from xcompat import Fingerprint
 from xcompat.retrieval import Gallery
 
 INDEX = "--old index.faiss --new enc --images photos"
+DUMP = "--old dump.json --new enc --images photos"
 NO_ITEMS = "empty: no shards"
 MISTAKES = {
     f"map {INDEX} --ids short.txt": "index.faiss holds 4 vectors, but there are 2 ids; list an id per vector, in order",
     f"map {INDEX} --ids other.txt": "index.faiss and photos share no id ('x0', '00.png'); use the same ids in both",
+    f"map {DUMP} --vector-name title_vector --ids ids.txt": "dump.json has ids of its own; remove --ids",
+    f"map {DUMP} --ids nowhere.txt": "--ids nowhere.txt does not exist",
+    f"map {DUMP} --id-column skuu": "--id-column skuu: no such name in dump.json; did you mean 'sku'?",
+    f"map {DUMP} --vector-name title_vectr": "--vector-name title_vectr: no such name in dump.json; did you mean 'title_vector'?",
+    f"map {DUMP}": "dump.json holds no embeddings; choose title_vector with --vector-name",
+    "map --old bare --new bare --ids ids.txt": "bare has ids of its own; remove --ids",
+    "map --old gallery --new bare --ids ids.txt": "gallery has ids of its own; remove --ids",
     f"map {INDEX} --ids ids.txt --labels few.txt": "few.txt has 2 classes, but index.faiss has 4 items",
     f"map {INDEX} --ids ids.txt --labels short.txt": "short.txt lists images without classes; write the class after each path",
     f"map {INDEX} --ids ids.txt --searched-classes open": "--searched-classes open needs classes; add them with --labels",
@@ -79,6 +87,8 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("empty", "taken", "bare"):
         (tmp_path / name).mkdir()
     (tmp_path / "taken" / "note.txt").write_text("mine")
+    hits = [{"_id": f"{number:02}.png", "_source": {"sku": "s", "title_vector": [number, 1.0]}} for number in range(4)]
+    (tmp_path / "dump.json").write_text(json.dumps({"hits": {"hits": hits}}))
     np.save(tmp_path / "bare" / "image_embeds.npy", np.eye(4, dtype=np.float32))
     (tmp_path / "bare" / "image_ids.txt").write_text((tmp_path / "ids.txt").read_text())
     with Gallery.create(tmp_path / "gallery", Fingerprint.from_string("old"), dim=4) as gallery:

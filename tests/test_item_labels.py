@@ -15,10 +15,10 @@ from test_index_gallery import write_index
 
 from xcompat import XcompatError, fit_map
 from xcompat.mapping.from_texts import pairs_of_texts
-from xcompat.mapping.indexes import Reading
 from xcompat.mapping.item_labels import read_item_labels
 from xcompat.mapping.paired import PairedEmbeddings, load_paired
 from xcompat.mapping.request import TextInput
+from xcompat.stores.places import Reading
 
 COUNT = 12
 NAMES = [f"{number:02}.png" for number in range(COUNT)]

@@ -28,12 +28,12 @@ from xcompat.mapping.candidates import LINES, Candidate, CandidateParts
 from xcompat.mapping.choice_report import as_json, describe_choice
 from xcompat.mapping.folds import NEIGHBOURS
 from xcompat.mapping.from_texts import pairs_of_texts
-from xcompat.mapping.indexes import Reading
 from xcompat.mapping.request import TextInput
 from xcompat.mapping.sentences import Sentences
 from xcompat.mapping.sentences import Texts as SentenceTexts
 from xcompat.models.embedder import load_embedder
 from xcompat.retrieval import Gallery
+from xcompat.stores.places import Reading
 
 THINGS = ("shoe", "dog", "tree", "cup", "car", "hat", "lamp", "bird", "ring", "boat")
 COLOURS = ("red", "green", "blue", "old", "new", "tiny")

@@ -17,9 +17,11 @@ import pytest
 from safetensors.numpy import save_file
 
 from xcompat.core.errors import XcompatError
+from xcompat.stores.places import Reading, read_place, require_reading
 from xcompat.vectors import Columns, read_vectors
 from xcompat.vectors.formats import is_table
-from xcompat.vectors.tables import column_names, has_nested_names
+from xcompat.vectors.reading import choosable_names
+from xcompat.vectors.tables import column_names
 
 ROWS = np.random.default_rng(0).standard_normal((5, 4)).astype(np.float32)
 IDS = ["007", "b", "c d", 'e"', "é"]
@@ -76,7 +78,7 @@ def _dataset(here: Path) -> Path:
 def _clip_retrieval(here: Path) -> Path:
     (here / "img_emb").mkdir()
     (here / "metadata").mkdir()
-    for number, part in enumerate((slice(0, 2), slice(2, 5))):
+    for number, part in enumerate((slice(0, 2), slice(2, None))):
         np.save(here / "img_emb" / f"img_emb_{9 + number}.npy", ROWS[part])  # 10 after 9
         pq.write_table(
             pa.table({"image_path": IDS[part], "key": ["x"] * len(IDS[part])}), here / f"metadata/m_{9 + number}.parquet"
@@ -142,12 +144,19 @@ FILES: dict[str, Write] = {
 }
 
 
-@pytest.mark.parametrize("name", [*DOCUMENTS, *LINES, *FILES])
-def test_vectors_and_ids_are_those_that_were_written(name: str, tmp_path: Path) -> None:
+FORMATS = (*DOCUMENTS, *LINES, *FILES)
+
+
+def write_format(name: str, here: Path) -> Path:
+    """Write :data:`ROWS` and :data:`IDS` in one of :data:`FORMATS`."""
     if name in FILES:
-        path = FILES[name](tmp_path)
-    else:
-        path = _json(tmp_path, DOCUMENTS[name]()) if name in DOCUMENTS else _lines(tmp_path, LINES[name]())
+        return FILES[name](here)
+    return _json(here, DOCUMENTS[name]()) if name in DOCUMENTS else _lines(here, LINES[name]())
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_vectors_and_ids_are_those_that_were_written(name: str, tmp_path: Path) -> None:
+    path = write_format(name, tmp_path)
     found = read_vectors(path)
     assert found.ids == IDS
     np.testing.assert_allclose(found.rows_ND, ROWS, rtol=1e-6 if "NumPy" not in name else 1e-4)
@@ -178,7 +187,63 @@ def test_names_within_fields_of_an_export_are_chosen(tmp_path: Path) -> None:
     for path in (_json(tmp_path, {"result": {"points": points}}), _lines(tmp_path, points)):
         found = read_vectors(path, Columns("sku", "image"))
         assert found.ids == IDS and np.array_equal(found.rows_ND, ROWS)
-        assert has_nested_names(path), "xcompat map refuses only names that tables lack"
+        assert {"sku", "image"} <= set(choosable_names(path)), "misspelt names are refused"
+
+
+def _without_ids(here: Path) -> list[Path]:
+    """Write :data:`ROWS` without ids, in every format that can lack them."""
+    vectors = [{"vector": row, "text": "a"} for row in ROWS.tolist()]
+    pq.write_table(pa.table({"text": ["a"] * 5, "embedding": list(ROWS)}), here / "a.parquet")
+    np.savez(here / "a.npz", embedding=ROWS)
+    np.save(here / "a.npy", ROWS)
+    save_file({"embedding": ROWS}, here / "a.safetensors")
+    (here / "a.csv").write_text("embedding\n" + "".join(f'"{row.tolist()}"\n' for row in ROWS))
+    (here / "clip" / "img_emb").mkdir(parents=True)
+    np.save(here / "clip" / "img_emb" / "img_emb_0.npy", ROWS)
+    files = (_json(here, {"objects": vectors}), _lines(here, list(vectors)), *here.glob("a.[pncs]*"), here / "clip")
+    return sorted(set(files))
+
+
+def test_files_without_ids_take_them_from_a_file(tmp_path: Path) -> None:
+    (tmp_path / "ids.txt").write_text("".join(f"{name}\n" for name in IDS))
+    (tmp_path / "short.txt").write_text("a\n")
+    paths = _without_ids(tmp_path)
+    assert len(paths) == 8
+    for path in paths:
+        assert read_vectors(path, Columns(needs_ids=False)).ids is None, path
+        found = read_place(path, Reading(tmp_path / "ids.txt"))
+        assert found.ids == IDS and np.allclose(found.rows_ND, ROWS), path
+        with pytest.raises(XcompatError, match=f"short.txt has 1 lines, but .*{path.name} has 5 rows"):
+            read_place(path, Reading(tmp_path / "short.txt"))
+
+
+def test_ids_of_a_file_are_not_replaced(tmp_path: Path) -> None:
+    for name in FORMATS:
+        (tmp_path / name).mkdir()
+        with pytest.raises(XcompatError, match="has ids of its own; remove --ids"):
+            read_place(write_format(name, tmp_path / name), Reading(tmp_path / "ids.txt"))
+
+
+def test_items_have_ids_or_none_has_one(tmp_path: Path) -> None:
+    items = [{"id": "a", "vector": [1.0, 2.0]}, {"vector": [1.0, 2.0]}]
+    with pytest.raises(XcompatError, match="item 1 of .* has no id; choose its field with --id-column"):
+        read_vectors(_json(tmp_path, items), Columns(needs_ids=False))
+    (tmp_path / "saved").mkdir()
+    pq.write_table(pa.table({"id": IDS, "vector": list(ROWS)}), tmp_path / "saved" / "a.parquet")
+    pq.write_table(pa.table({"vector": list(ROWS)}), tmp_path / "saved" / "b.parquet")
+    with pytest.raises(XcompatError, match="only 5 of 10 rows from .*a.parquet on have an id"):
+        read_vectors(tmp_path / "saved", Columns(needs_ids=False))
+
+
+def test_misspelt_names_are_refused_in_every_format(tmp_path: Path) -> None:
+    for name in FORMATS:
+        (tmp_path / name).mkdir()
+        path = write_format(name, tmp_path / name)
+        known = choosable_names(path)
+        for option, columns in (("--id-column", Columns(known[0] + "x")), ("--vector-name", Columns(vector=known[0] + "x"))):
+            with pytest.raises(XcompatError, match=f"{option} {known[0]}x: no such name in .*; did you mean '{known[0]}'"):
+                require_reading([path], Reading(columns=columns))
+        require_reading([path], Reading(columns=Columns(known[0], known[-1])))
 
 
 def test_failed_requests_of_a_batch_have_no_embedding(tmp_path: Path) -> None:
@@ -190,6 +255,14 @@ def test_failed_requests_of_a_batch_have_no_embedding(tmp_path: Path) -> None:
 WRONG: dict[str, tuple[Write, str]] = {
     "no JSON": (lambda here: (here / "a.json").write_text("{") and here / "a.json", "a.json line 1 is not JSON"),
     "no items": (lambda here: _json(here, {"status": "ok"}), "holds no embeddings"),
+    "an odd name": (
+        lambda here: _json(here, {"hits": {"hits": [{"_id": "a", "_source": {"title": "t", "title_vector": [0.5, 1.0]}}]}}),
+        "a.json holds no embeddings; choose title_vector with --vector-name",
+    ),
+    "an odd name in a field": (
+        lambda here: _lines(here, [{"id": "a", "payload": {"body_vector": [0.5, 1.0], "image_vector": [1, 2]}}]),
+        "a.jsonl holds no embeddings; choose body_vector or image_vector with --vector-name",
+    ),
     "no id": (lambda here: _json(here, [{"embedding": [1.0, 2.0]}]), "item 0 of .* has no id; choose its field with --id-column"),
     "no numbers": (lambda here: _json(here, [{"id": "a", "vector": ["x"]}]), "item 0 holds no list of numbers"),
     "a matrix": (lambda here: _json(here, [{"id": "a", "vector": [[1.0], [2.0]]}]), "holds an array of 2 dimensions"),

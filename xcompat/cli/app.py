@@ -263,8 +263,8 @@ def map_(
 
     The best map on held-out items is written. Exit code 1, and no map, if no candidate is surely as good as old queries.
     """
-    from xcompat.mapping.indexes import Reading, parse_place
     from xcompat.mapping.request import MapRequest, make_initial_map, make_text_input
+    from xcompat.stores.places import Reading, parse_place
     from xcompat.vectors import Columns
     from xcompat.vectors.checks import BAD_SHARE
 

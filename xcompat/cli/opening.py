@@ -60,9 +60,9 @@ def restrict(opened: Gallery | Store | None, where: list[str]) -> None:
 
 def is_index(place: str) -> bool:
     """Return whether a place is a faiss index."""
-    from xcompat.mapping import indexes
+    from xcompat.stores import places
 
-    return not is_address(place) and indexes.is_index(Path(place))
+    return not is_address(place) and places.is_index(Path(place))
 
 
 def require_ids_of_index(place: str, ids: Path | None) -> None:

@@ -24,7 +24,6 @@ from xcompat.mapping.domain import describe_shift, read_gallery_vectors
 from xcompat.mapping.folds import Searched
 from xcompat.mapping.from_texts import TextPairs, pairs_of_texts, read_stored_sides
 from xcompat.mapping.imported_maps import IMPORTED, ImportedMap, read_imported
-from xcompat.mapping.indexes import Place, describe_stored_model
 from xcompat.mapping.paired import PairedEmbeddings, load_paired
 from xcompat.mapping.request import MADE_BY, MapRequest
 from xcompat.mapping.selection import Choice
@@ -33,6 +32,7 @@ from xcompat.mapping.sides import holds_embeddings
 from xcompat.models import CompatModel
 from xcompat.models.config import describe_old
 from xcompat.models.embedder import Embedder, load_embedder
+from xcompat.stores.places import Place, describe_stored_model
 from xcompat.vectors.codecs import require_codec
 
 _REFUSED = "No map was written: {reason}. Add items, classes or captions, or write the best candidate with --allow-worse."

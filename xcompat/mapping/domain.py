@@ -7,9 +7,9 @@ from numpy.typing import NDArray
 
 from xcompat.core.arrays import copy_rows, normalise_rows
 from xcompat.core.errors import XcompatError
-from xcompat.mapping.indexes import Place, StoreAddress, is_gallery
 from xcompat.mapping.sides import Side, read_sides
 from xcompat.models.old_knowledge import Rows
+from xcompat.stores.places import Place, StoreAddress, is_gallery
 
 FAR = 0.1
 """A larger shift draws a warning. On SciFact and Cranfield it is below 0.01 for random samples, above 0.2 for other domains."""

@@ -24,7 +24,6 @@ from xcompat.mapping.choice_report import as_json, choice_html, describe_choice
 from xcompat.mapping.cleaning import drop_wrong_pairs
 from xcompat.mapping.commands import require_dim
 from xcompat.mapping.domain import describe_shift, read_gallery_vectors
-from xcompat.mapping.indexes import Place, Reading, describe_stored_model, parse_place, read_vectors_of_index
 from xcompat.mapping.item_labels import read_item_labels
 from xcompat.mapping.paired import PairedEmbeddings, load_paired
 from xcompat.mapping.selection import Choice
@@ -36,6 +35,7 @@ from xcompat.models.embedder import Embedder, load_embedder
 from xcompat.retrieval import Gallery
 from xcompat.retrieval.text_embedder import TextEmbedder
 from xcompat.retrieval.versions import as_float32
+from xcompat.stores.places import Place, Reading, describe_stored_model, parse_place, read_vectors_of_index
 
 Embeddings: TypeAlias = ArrayLike | Tensor | str | Path | Gallery | Any
 """Embeddings in memory, a faiss index, a gallery, or their path or address."""

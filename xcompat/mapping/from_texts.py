@@ -27,7 +27,6 @@ from xcompat.embeddings.provider import ALIKE, Provider, compare_sketches, load_
 from xcompat.mapping.candidates import Paired
 from xcompat.mapping.domain import describe_shift, sample_side
 from xcompat.mapping.folds import Direction
-from xcompat.mapping.indexes import Place, Reading
 from xcompat.mapping.item_labels import read_item_labels
 from xcompat.mapping.paired import PairedEmbeddings, select_rows
 from xcompat.mapping.request import TextInput
@@ -35,6 +34,7 @@ from xcompat.mapping.sides import Side, holds_embeddings, note_unlabelled, read_
 from xcompat.models.embedder import Embedder, load_embedder
 from xcompat.models.old_knowledge import Rows
 from xcompat.retrieval.originals import load_images
+from xcompat.stores.places import Place, Reading
 from xcompat.vectors.checks import BAD_SHARE
 
 if TYPE_CHECKING:

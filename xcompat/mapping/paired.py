@@ -18,12 +18,13 @@ from xcompat.core.arrays import RowSelection, copy_rows, number_strings
 from xcompat.core.errors import XcompatError
 from xcompat.mapping.domain import describe_shift, sample_side
 from xcompat.mapping.folds import Direction
-from xcompat.mapping.indexes import Place, Reading
 from xcompat.mapping.item_labels import read_item_labels
-from xcompat.mapping.sides import BARE, ITEM, KINDS, LABELS, Side, read_sides
+from xcompat.mapping.sides import BARE, ITEM, LABELS, Side, read_sides
 from xcompat.models.closed_form import Moments, readable_pairs
 from xcompat.models.old_knowledge import Rows
+from xcompat.stores.places import Place, Reading
 from xcompat.vectors.checks import BAD_SHARE
+from xcompat.vectors.formats import KINDS
 
 Pick: TypeAlias = Callable[[Rows, NDArray[np.int64]], Rows]
 """Maps embeddings and row numbers to these rows."""

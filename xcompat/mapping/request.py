@@ -17,12 +17,10 @@ from xcompat.core.paths import is_misspelt, nearest_path
 from xcompat.data.sources import files_digest, local_files
 from xcompat.encoders import is_loadable, require_model, require_xcompat_model
 from xcompat.mapping.folds import Direction, Searched, TriedMemory
-from xcompat.mapping.indexes import READ_AS_IT_IS, Place, Reading, StoreAddress, is_gallery, is_index
 from xcompat.mapping.sides import holds_embeddings, require_side, side_files
+from xcompat.stores.places import READ_AS_IT_IS, Place, Reading, StoreAddress, is_gallery, is_index, require_reading
 from xcompat.vectors.checks import BAD_SHARE
 from xcompat.vectors.codecs import require_codec
-from xcompat.vectors.formats import ARRAYS, is_table
-from xcompat.vectors.tables import column_names, has_nested_names
 
 MADE_BY = "map"
 Activation = Literal["relu", "gelu"]
@@ -246,19 +244,10 @@ class MapRequest:
             require_xcompat_model(self.start.name)
 
     def _require_columns(self) -> None:
-        """Raise if no side has a chosen column, or the file with ids does not exist."""
-        if self.reading.ids is not None and not self.reading.ids.is_file():
-            raise MissingPathError(f"--ids {self.reading.ids} does not exist; choose a text file with an id per line")
+        """Raise if no side has a chosen column, or the files with ids or labels do not exist."""
         if self.reading.labels is not None:
             local_files(str(self.reading.labels))
-        sides = [side for side in (self.old, self.new) if isinstance(side, Path)]
-        tables = [side for side in sides if side.exists() and not is_gallery(side)]
-        names = [name for side in tables if is_table(side) for name in column_names(side)]
-        # their names are checked when they are read
-        is_opaque = any(side.name.endswith(ARRAYS) or has_nested_names(side) for side in tables)
-        for option, name in zip(("--id-column", "--vector-name"), self.reading.columns, strict=True):
-            if name is not None and name not in names and not is_opaque:
-                raise XcompatError(f"{option} {name}: no side has this column (there are {', '.join(names) or 'none'})")
+        require_reading([side for side in (self.old, self.new) if holds_embeddings(side)], self.reading)
 
 
 def make_text_input(

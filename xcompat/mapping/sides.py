@@ -14,14 +14,12 @@ from numpy.typing import NDArray
 from xcompat.core.arrays import read_lines
 from xcompat.core.errors import XcompatError
 from xcompat.core.files import files_below
-from xcompat.mapping.indexes import Place, Reading, StoreAddress, is_gallery, is_index, read_gallery, read_index, read_store
 from xcompat.mapping.item_labels import ItemLabels, read_labels
-from xcompat.vectors import Vectors, check_rows, read_vectors
+from xcompat.stores.places import Place, Reading, StoreAddress, is_gallery, is_index, read_place
+from xcompat.vectors import Columns, check_rows, read_vectors
 from xcompat.vectors.checks import BAD_SHARE, require_floats
-from xcompat.vectors.formats import EMBEDDING_COLUMNS, ID, READABLE, SUFFIXES, is_table, steps_beside, stored_at
+from xcompat.vectors.formats import EMBEDDING_COLUMNS, ID, KINDS, READABLE, SUFFIXES, is_table, steps_beside, stored_at
 
-KINDS = ("image", "text", "query")
-"""Kinds of items in a folder. If there are two, the second kind searches the first."""
 BARE = "row"
 """Kind of items in an array without ids."""
 ITEM = "item"
@@ -93,30 +91,16 @@ def read_sides(path: Place, max_bad_share: float = BAD_SHARE, reading: Reading |
     Raises:
         XcompatError: a file is missing or unusable, or too many rows lack a usable embedding.
     """
+    reading = reading or Reading()
     if (kinds := require_side(path)) and isinstance(path, Path):
-        return {kind: _read_side(path, kind, kind != kinds[0], max_bad_share) for kind in kinds}
-    vectors = _read_file(path, reading or Reading())
+        if reading.ids is not None:
+            raise XcompatError(f"{path} has ids of its own; remove --ids")
+        return {kind: _read_side(path, kind, kind != kinds[0], max_bad_share, reading.columns) for kind in kinds}
+    vectors = read_place(path, reading)
     side = Side(path, *check_rows(vectors.rows_ND, path, vectors.ids, max_bad_share), vectors.ids)
     if side.ids is not None:
         _require_distinct(path, side.ids)
     return {BARE if side.ids is None else ITEM: side}
-
-
-def _read_file(path: Place, reading: Reading) -> Vectors:
-    """Read a database, a gallery, a faiss index, or any file of embeddings, with the given ids if it has none."""
-    if isinstance(path, Path) and is_gallery(path):
-        return read_gallery(path)
-    if isinstance(path, Path) and is_index(path):
-        return read_index(path, reading.ids)
-    vectors = read_store(path) if isinstance(path, StoreAddress) else read_vectors(path, reading.columns)
-    if reading.ids is None:
-        return vectors
-    if vectors.ids is not None:
-        raise XcompatError(f"{path} has ids of its own; remove --ids")
-    ids = read_lines(reading.ids)
-    if len(ids) != len(vectors.rows_ND):
-        raise XcompatError(f"{reading.ids} has {len(ids):,} lines, but {path} has {len(vectors.rows_ND):,} rows")
-    return Vectors(vectors.rows_ND, ids)
 
 
 def require_side(path: Place) -> list[str]:
@@ -180,10 +164,10 @@ def _files_of(folder: Path, kind: str) -> tuple[Path, str]:
     return stored_at(folder / f"{kind}_embeds") or folder / f"{kind}_embeds.npy", f"{kind}_ids.txt"
 
 
-def _read_side(path: Path, kind: str, searches: bool, max_bad_share: float) -> Side:
+def _read_side(path: Path, kind: str, searches: bool, max_bad_share: float, columns: Columns) -> Side:
     """Read a single kind of items. Query items have their targets' ids, and no classes."""
     place, listed = _files_of(path, kind)
-    vectors = read_vectors(place)
+    vectors = read_vectors(place, columns)
     require_floats(vectors.rows_ND, place)
     embeds_ND, ids = vectors.rows_ND, vectors.ids or read_lines(path / listed)
     labels = read_labels(path / LABELS) if not searches and (path / LABELS).is_file() else None

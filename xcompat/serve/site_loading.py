@@ -13,7 +13,6 @@ from xcompat.core.errors import FingerprintMismatchError, XcompatError
 from xcompat.core.progress import console, notice, silence_libraries
 from xcompat.core.progress import stage as stage_line
 from xcompat.embeddings.provider import query_model
-from xcompat.mapping.indexes import is_index
 from xcompat.models.base import CompatModel
 from xcompat.models.embedder import Embedder, load_embedder
 from xcompat.report import load_report
@@ -26,6 +25,7 @@ from xcompat.retrieval.originals import merge_originals
 from xcompat.retrieval.ranking_comparison import searchable_state
 from xcompat.retrieval.upgrading import segments_to_map
 from xcompat.serve.site import NEW, OLD, Shelf, Side, Site, Source, TestResults
+from xcompat.stores.places import is_index
 from xcompat.training.finished_run import FinishedRun
 
 if TYPE_CHECKING:

@@ -13,11 +13,11 @@ from xcompat.data.judgements import require_qrels
 from xcompat.data.sources import local_files
 from xcompat.encoders.model_files import is_xcompat_model
 from xcompat.mapping.folds import NEIGHBOURS
-from xcompat.mapping.sides import KINDS, LABELS
+from xcompat.mapping.sides import LABELS
 from xcompat.report import require_report_place
 from xcompat.training.record import EVALUATED, find_model
 from xcompat.vectors import read_vectors
-from xcompat.vectors.formats import is_table, stored_at
+from xcompat.vectors.formats import KINDS, is_table, stored_at
 
 NO_CHECKPOINT = "is not an xcompat checkpoint; choose the folder with its config.json, usually RUN/model"
 

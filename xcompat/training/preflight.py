@@ -11,7 +11,7 @@ from xcompat.core.errors import MissingPathError, XcompatError, collect_problems
 from xcompat.core.progress import announce_loading
 from xcompat.data.sources import local_files
 from xcompat.encoders import require_model
-from xcompat.mapping.indexes import is_index
+from xcompat.stores.places import is_index
 from xcompat.training.headers import add_layout_to_errors
 from xcompat.training.input_checks import check_paths
 from xcompat.training.recipe import Recipe, examine_recipe, load_recipe

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from xcompat.core.errors import XcompatError
-from xcompat.mapping.indexes import is_gallery, is_index, read_gallery, read_index
+from xcompat.stores.places import is_gallery, is_index, read_gallery, read_index
 from xcompat.vectors import formats
 
 if TYPE_CHECKING:

@@ -37,18 +37,20 @@ def read_dump(file: Path, columns: Columns) -> Iterator[Row]:
     Raises:
         XcompatError: the file is not JSON or has no items, or --vector-name is missing for several vectors per item.
     """
+    for number, item in enumerate(_load_items(file)):
+        yield from _rows(item, f"{file}: item {number}", columns)
+
+
+def _load_items(file: Path) -> Iterable[Any]:
+    """Return the items of a JSON document, or the lines of JSON lines."""
     if file.name.endswith(DOCUMENTS):
         with (gzip.open if file.name.endswith(".gz") else open)(file, "rb") as opened:
             text = opened.read()
         lines = text.split(b"\n", 2)
         if len(lines) > 1 and lines[0].endswith(b"}") and lines[1].startswith(b"{"):  # as elasticdump and mongoexport write
-            items: Iterable[Any] = (_parse(line, file, n) for n, line in enumerate(text.splitlines(), 1) if line)
-        else:
-            items = _items(_parse(text, file, 1)) or []
-    else:
-        items = (_parse(line, file, number) for number, line in enumerate(filled_lines(file), 1))
-    for number, item in enumerate(items):
-        yield from _rows(item, f"{file}: item {number}", columns)
+            return (_parse(line, file, n) for n, line in enumerate(text.splitlines(), 1) if line)
+        return _items(_parse(text, file, 1)) or []
+    return (_parse(line, file, number) for number, line in enumerate(filled_lines(file), 1))
 
 
 def parse_vector(text: str, where: object) -> NDArray[np.float32]:
@@ -113,7 +115,7 @@ def _rows(item: Any, where: str, columns: Columns) -> Iterator[Row]:  # noqa: AN
     if "custom_id" in item and ("response" in item or "error" in item):
         yield from _answers(item, where)
         return
-    levels = [item, *(item[field] for field in _NESTED if isinstance(item.get(field), Mapping))]
+    levels = _levels(item)
     source = _level_with(columns.vector, levels) or next((each for each in levels if columns.find_vector(list(each))), None)
     if source is None and (page := _items(item)) is not None:  # a page of a scroll
         for number, each in enumerate(page):
@@ -126,6 +128,47 @@ def _rows(item: Any, where: str, columns: Columns) -> Iterator[Row]:  # noqa: AN
     value = source[vector] if source is not None and vector is not None else None
     found = holder.get(name)
     yield found.get("$oid") if isinstance(found, Mapping) else found, _vector(value, where, columns)
+
+
+def field_names(file: Path) -> list[str]:
+    """Return the names that can be chosen in a JSON document, or in JSON lines: fields of the first item, and named vectors.
+
+    Raises:
+        XcompatError: the file is not JSON.
+    """
+    return [name for name, _ in _fields(_first_item(file))]
+
+
+def vector_names(file: Path) -> list[str]:
+    """Return the names in :func:`field_names` with a list of numbers in the first item."""
+    return [name for name, value in _fields(_first_item(file)) if _is_vector(value)]
+
+
+def _first_item(file: Path) -> Mapping[str, Any]:
+    item: object = next(iter(_load_items(file)), None)
+    while isinstance(item, Mapping):
+        is_page = not any(Columns().find_vector(list(level)) for level in _levels(item))
+        if not is_page or not (page := _items(item)) or not isinstance(page[0], Mapping):
+            return item
+        item = page[0]
+    return {}
+
+
+def _fields(item: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for level in _levels(item):
+        yield from level.items()
+        for name in EMBEDDING_COLUMNS:
+            if isinstance(level.get(name), Mapping):
+                yield from level[name].items()
+
+
+def _is_vector(value: object) -> bool:
+    return isinstance(value, list) and len(value) > 1 and all(isinstance(each, int | float) for each in value)
+
+
+def _levels(item: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the parts of an item that can have its id and its vector."""
+    return [item, *(item[field] for field in _NESTED if isinstance(item.get(field), Mapping))]
 
 
 def _level_with(name: str | None, levels: list[Mapping[str, Any]]) -> Mapping[str, Any] | None:

@@ -34,6 +34,8 @@ SUFFIXES = (*ARRAYS, *TABLES)
 """Files that :func:`~xcompat.vectors.read_vectors` reads."""
 READABLE = "NumPy (.npy, .npz), safetensors, Parquet, Arrow, CSV, JSON lines or JSON"
 EMBEDS, IDS = "image_embeds", "image_ids.txt"
+KINDS = ("image", "text", "query")
+"""Kinds of items in a folder. If there are two, the second kind searches the first."""
 PROTOTYPES, CLASSES = "prototypes", "classes.txt"
 """Of an old model that is gone: its stored embeddings with their ids, or its prototypes with the names of their classes."""
 CLIP_RETRIEVAL = ("img_emb", "text_emb")
@@ -49,10 +51,12 @@ class Columns(NamedTuple):
     Args:
         id: column with ids; None for the first of :data:`ID_COLUMNS`.
         vector: column, named vector or array with embeddings; None for the first of :data:`EMBEDDING_COLUMNS`.
+        needs_ids: whether rows without an id are an error. Otherwise files without ids are read in row order.
     """
 
     id: str | None = None
     vector: str | None = None
+    needs_ids: bool = True
 
     def find_id(self, names: Sequence[str]) -> str | None:
         """Return the column with ids, if any."""

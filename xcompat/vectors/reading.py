@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from numpy.typing import NDArray
 
 from xcompat.core.arrays import forget_pages, map_array, normalise_rows
 from xcompat.core.errors import XcompatError
+from xcompat.vectors import tables
 from xcompat.vectors.formats import (
     ARCHIVE,
     ARRAY,
@@ -29,8 +32,8 @@ from xcompat.vectors.formats import (
     steps_beside,
 )
 from xcompat.vectors.spool import BLOCK, Spool
-from xcompat.vectors.tables import read_tables
 
+SAVE_AGAIN, WRITE_AGAIN = "save numbers and strings with np.savez", "recreate it with the command that wrote it"
 _IDS_IN_ARCHIVES = ("ids", "image_ids", "text_ids", *ID_COLUMNS)
 
 
@@ -75,31 +78,41 @@ def read_vectors(path: Path, columns: Columns | None = None) -> Vectors:
     """
     columns = columns or Columns()
     if (folder := clip_retrieval_folder(path)) is not None:
-        return _read_clip_retrieval(path, folder)
+        return _read_clip_retrieval(path, folder, columns)
     if path.is_dir():
-        return Vectors(*read_tables(list_shards(path), columns))
+        return Vectors(*tables.read_tables(list_shards(path), columns))
     if path.name.endswith(ARCHIVE):
         return _read_archive(path, columns)
     if path.name.endswith(TENSORS):
         return _read_tensors(path, columns)
     if not path.name.endswith(ARRAY):
-        return Vectors(*read_tables([path], columns))
+        return Vectors(*tables.read_tables([path], columns))
     rows_ND = map_array(path)
     return Vectors(_dequantise(path, rows_ND) if rows_ND.dtype == np.int8 else rows_ND)
 
 
-def _read_archive(path: Path, columns: Columns) -> Vectors:
-    """Read the matrix, and the ids if stored, of a ``.npz`` file."""
+@contextmanager
+def _explain_errors(path: Path, fix: str) -> Iterator[None]:
+    """Turn a library's errors about a damaged file into one line, but not the machine's errors."""
+    from safetensors import SafetensorError
+
     try:
-        with np.load(path, allow_pickle=False) as archive:
-            matrices = [name for name in archive.files if archive[name].ndim == 2]
-            rows_ND = archive[_choose_matrix(path, matrices, columns)]
-            names = [columns.id] if columns.id in archive.files else _IDS_IN_ARCHIVES
-            ids = next((archive[name] for name in names if name in archive.files and archive[name].ndim == 1), None)
-    except (OSError, ValueError, BadZipFile, EOFError) as error:
+        yield
+    except XcompatError:
+        raise
+    except (OSError, ValueError, BadZipFile, EOFError, SafetensorError) as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise
-        raise XcompatError(f"cannot read {path} ({str(error)[:200]}); save numbers and strings with np.savez") from error
+        raise XcompatError(f"cannot read {path} ({str(error)[:200]}); {fix}") from error
+
+
+def _read_archive(path: Path, columns: Columns) -> Vectors:
+    """Read the matrix, and the ids if stored, of a ``.npz`` file."""
+    with _explain_errors(path, SAVE_AGAIN), np.load(path, allow_pickle=False) as archive:
+        matrices = [name for name in archive.files if archive[name].ndim == 2]
+        rows_ND = archive[_choose_matrix(path, matrices, columns)]
+        names = [columns.id] if columns.id in archive.files else _IDS_IN_ARCHIVES
+        ids = next((archive[name] for name in names if name in archive.files and archive[name].ndim == 1), None)
     if ids is not None and len(ids) != len(rows_ND):
         raise XcompatError(f"{path} has {len(ids):,} ids, but {len(rows_ND):,} rows; give each row an id")
     return Vectors(rows_ND, None if ids is None else [str(each) for each in ids.tolist()])
@@ -107,19 +120,35 @@ def _read_archive(path: Path, columns: Columns) -> Vectors:
 
 def _read_tensors(path: Path, columns: Columns) -> Vectors:
     """Read a safetensors file's matrix, and ids if its metadata has a JSON list of them."""
-    from safetensors import SafetensorError, safe_open
+    from safetensors import safe_open
 
-    try:
-        with safe_open(path, framework="pt") as tensors:
-            matrices = [name for name in tensors.keys() if len(tensors.get_slice(name).get_shape()) == 2]  # noqa: SIM118
-            rows_ND = tensors.get_tensor(_choose_matrix(path, matrices, columns)).float().numpy()
-            listed = (tensors.metadata() or {}).get("ids")
+    with _explain_errors(path, WRITE_AGAIN), safe_open(path, framework="pt") as tensors:
+        matrices = [name for name in tensors.keys() if len(tensors.get_slice(name).get_shape()) == 2]  # noqa: SIM118
+        rows_ND = tensors.get_tensor(_choose_matrix(path, matrices, columns)).float().numpy()
+        listed = (tensors.metadata() or {}).get("ids")
         ids = json.loads(listed) if listed is not None else None
-    except (SafetensorError, ValueError) as error:
-        raise XcompatError(f"cannot read {path} ({str(error)[:200]}); recreate it with the command that wrote it") from error
     if ids is not None and (not isinstance(ids, list) or len(ids) != len(rows_ND)):
         raise XcompatError(f"{path} has {len(rows_ND):,} rows, but 'ids' in its metadata is not a list of this length")
     return Vectors(rows_ND, None if ids is None else [str(each) for each in ids])
+
+
+def choosable_names(path: Path) -> list[str]:
+    """Return the names that ``--id-column`` and ``--vector-name`` can choose in a file or folder of :func:`read_vectors`.
+
+    Raises:
+        XcompatError: the file cannot be read.
+    """
+    if clip_retrieval_folder(path) is not None:
+        return tables.column_names(next((path / "metadata").glob(f"*{PARQUET}"), path))
+    if path.name.endswith(ARCHIVE):
+        with _explain_errors(path, SAVE_AGAIN), np.load(path, allow_pickle=False) as archive:
+            return list(archive.files)
+    if path.name.endswith(TENSORS):
+        from safetensors import safe_open
+
+        with _explain_errors(path, WRITE_AGAIN), safe_open(path, framework="np") as tensors:
+            return list(tensors.keys())
+    return [] if path.name.endswith(ARRAY) else tables.choosable_names(path)
 
 
 def _choose_matrix(path: Path, matrices: list[str], columns: Columns) -> str:
@@ -133,18 +162,19 @@ def _choose_matrix(path: Path, matrices: list[str], columns: Columns) -> str:
     raise XcompatError(f"{path} {holds}")
 
 
-def _read_clip_retrieval(path: Path, folder: Path) -> Vectors:
+def _read_clip_retrieval(path: Path, folder: Path, columns: Columns) -> Vectors:
     """Read the numbered arrays of clip-retrieval; the ids are in its metadata."""
     arrays = sorted(folder.glob(f"*{ARRAY}"), key=_number_of)
-    tables = {_number_of(file): file for file in (path / "metadata").glob(f"*{PARQUET}")}
+    metadata = {_number_of(file): file for file in (path / "metadata").glob(f"*{PARQUET}")}
     spool: Spool | None = None
     ids: list[str] = []
     for file in arrays:
         rows_ND = map_array(file)
-        table = tables.get(_number_of(file))
-        if table is None:
+        table = metadata.get(_number_of(file))
+        if table is not None:
+            ids += _read_names(table, len(rows_ND), file, columns)
+        elif metadata or columns.needs_ids:
             raise XcompatError(f"{file} has no table in {path / 'metadata'}; write the embeddings with metadata again")
-        ids += _read_names(table, len(rows_ND), file)
         if spool is None:
             spool = Spool(np.float16 if rows_ND.dtype == np.float16 else np.float32)
         elif rows_ND.shape[1] != spool.shape[1]:
@@ -152,15 +182,15 @@ def _read_clip_retrieval(path: Path, folder: Path) -> Vectors:
         for start in range(0, len(rows_ND), BLOCK):
             spool.add(rows_ND[start : start + BLOCK])
     assert spool is not None, folder
-    return Vectors(spool.map_rows(), ids)
+    return Vectors(spool.map_rows(), ids or None)
 
 
-def _read_names(table: Path, rows: int, array: Path) -> list[str]:
+def _read_names(table: Path, rows: int, array: Path, columns: Columns) -> list[str]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     names = pq.read_schema(table).names
-    column = Columns("image_path").find_id(names)
+    column = columns.id if columns.id in names else Columns("image_path").find_id(names)
     if column is None:
         raise XcompatError(f"{table} has no column with ids (it has {', '.join(names)}); add the column image_path")
     ids: list[str] = pq.read_table(table, columns=[column])[column].cast(pa.string()).to_pylist()

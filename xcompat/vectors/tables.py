@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from xcompat.core.arrays import normalise_rows
 from xcompat.core.errors import XcompatError
-from xcompat.vectors.dumps import Row, parse_vector, read_dump
+from xcompat.vectors.dumps import Row, field_names, parse_vector, read_dump, vector_names
 from xcompat.vectors.formats import (
     ARRAYS,
     ARROW,
@@ -37,9 +37,13 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 EMBEDDING = EMBEDDING_COLUMNS[0]
+_ITEM = {ID: ID, EMBEDDING: EMBEDDING}
+"""Columns of items that are read one by one."""
+_Table: TypeAlias = "tuple[dict[str, str], Iterator[pa.RecordBatch]]"
+"""Column to read -> its name in the result, and the blocks of a table."""
 
 
-def read_tables(files: list[Path], columns: Columns) -> tuple[NDArray[np.number], list[str]]:
+def read_tables(files: list[Path], columns: Columns) -> tuple[NDArray[np.number], list[str] | None]:
     """Copy the embeddings of tables into an unnamed temporary file, block by block.
 
     Args:
@@ -47,7 +51,7 @@ def read_tables(files: list[Path], columns: Columns) -> tuple[NDArray[np.number]
         columns: column names.
 
     Returns:
-        (N, D) rows, NaN for missing embeddings, and N ids.
+        (N, D) rows, NaN for missing embeddings, and N ids; None for tables without ids that need none.
 
     Raises:
         XcompatError: a table is damaged, or rows lack an id or a scale, or differ in dimensions.
@@ -56,6 +60,7 @@ def read_tables(files: list[Path], columns: Columns) -> tuple[NDArray[np.number]
 
     spool: Spool | None = None
     ids: list[str] = []
+    rows = 0
     waiting = 0  # first rows without an embedding, before the dimension is known
     for file in files:
         number = 0
@@ -69,16 +74,27 @@ def read_tables(files: list[Path], columns: Columns) -> tuple[NDArray[np.number]
                         spool = Spool(np.float16 if rows_BD.dtype == np.float16 else np.float32)
                         spool.add(np.full((waiting, rows_BD.shape[1]), np.nan))
                     spool.add(rows_BD)
-                ids += _ids(file, number, batch.column(ID))
+                ids += _ids(file, number, batch.column(ID)) if ID in batch.schema.names else []
                 number += len(rows_BD)
+                rows += len(rows_BD)
         except (pa.ArrowException, OSError, EOFError, UnicodeDecodeError) as error:
             if isinstance(error, OSError) and error.errno is not None:
                 raise  # of the machine, such as a full disk
             cause = str(error).splitlines()[0][:200]
             raise XcompatError(f"cannot read {file} after row {number:,} ({cause}); fix it, or write it again") from error
     if spool is None:
-        raise XcompatError(f"{files[0]} holds no embeddings; it needs a row with {ID} and {EMBEDDING} for each item")
-    return spool.map_rows(), ids
+        raise XcompatError(f"{files[0]} holds no embeddings; {_advise_on_names(files[0])}")
+    if ids and len(ids) < rows:
+        raise XcompatError(f"only {len(ids):,} of {rows:,} rows from {files[0]} on have an {ID}; give each item an id, or none")
+    return spool.map_rows(), ids or None
+
+
+def _advise_on_names(file: Path) -> str:
+    """Return the fix for a file without embeddings under the usual names."""
+    is_json = file.name.endswith((*DOCUMENTS, *JSON_LINES))
+    if is_json and (names := vector_names(file)):
+        return f"choose {' or '.join(names)} with --vector-name"
+    return f"it needs a row with {ID} and {EMBEDDING} for each item"
 
 
 def rows_of_batch(where: object, before: int, batch: pa.RecordBatch, dim: int | None = None) -> NDArray[Any]:
@@ -164,15 +180,18 @@ def read_schema(file: Path) -> pa.Schema:
     return _open_arrow(file)[0]
 
 
-def has_nested_names(path: Path) -> bool:
-    """Return whether a file can have ids and embeddings within fields: a JSON document, or JSON lines of a database."""
-    if path.name.endswith(JSON_LINES) and path.is_file():
-        return any(isinstance(each, dict) for each in (first_object(path) or {}).values())
-    return path.name.endswith(DOCUMENTS)
+def choosable_names(path: Path) -> list[str]:
+    """Return the names that ``--id-column`` and ``--vector-name`` can choose in a table or a folder of tables.
+
+    Raises:
+        XcompatError: the table cannot be read.
+    """
+    file = next(iter(list_shards(path)), path)
+    return field_names(file) if file.name.endswith((*DOCUMENTS, *JSON_LINES)) else column_names(file)
 
 
 def _batches(file: Path, columns: Columns) -> Iterator[pa.RecordBatch]:
-    """Yield nonempty blocks with the columns ``id``, ``embedding`` and, if stored, ``scale``."""
+    """Yield nonempty blocks with the columns ``embedding`` and, if stored, ``id`` and ``scale``."""
     if file.name.endswith(PARQUET):
         names, batches = _read_parquet(file, columns)
     elif file.name.endswith(ARROW):
@@ -182,20 +201,19 @@ def _batches(file: Path, columns: Columns) -> Iterator[pa.RecordBatch]:
     elif file.name.endswith(JSON_LINES):
         names, batches = _read_json_lines(file, columns)
     else:
-        names, batches = [ID, EMBEDDING], _as_batches(read_dump(file, columns), file)
-    as_read = {names[0]: ID, names[1]: EMBEDDING}
+        names, batches = _ITEM, _as_batches(read_dump(file, columns), file, columns)
     for batch in batches:
         if batch.num_rows:
-            picked = batch.select(names)
-            yield picked.rename_columns([as_read.get(name, name) for name in names])
+            kept = [name for name in names if name in batch.schema.names]  # items of a dump can have no ids
+            yield batch.select(kept).rename_columns([names[name] for name in kept])
 
 
-def _read_parquet(file: Path, columns: Columns) -> tuple[list[str], Iterator[pa.RecordBatch]]:
+def _read_parquet(file: Path, columns: Columns) -> _Table:
     import pyarrow.parquet as pq
 
     table = pq.ParquetFile(file, page_checksum_verification=True)
     names = _choose_columns(file, table.schema_arrow.names, columns)
-    return names, table.iter_batches(BLOCK, columns=names)
+    return names, table.iter_batches(BLOCK, columns=list(names))
 
 
 def _open_arrow(file: Path) -> tuple[pa.Schema, Iterator[pa.RecordBatch]]:
@@ -211,44 +229,47 @@ def _open_arrow(file: Path) -> tuple[pa.Schema, Iterator[pa.RecordBatch]]:
     return reader.schema, (reader.get_batch(number) for number in range(reader.num_record_batches))
 
 
-def _read_arrow(file: Path, columns: Columns) -> tuple[list[str], Iterator[pa.RecordBatch]]:
+def _read_arrow(file: Path, columns: Columns) -> _Table:
     schema, batches = _open_arrow(file)
     return _choose_columns(file, schema.names, columns), batches
 
 
-def _read_delimited(file: Path, columns: Columns) -> tuple[list[str], Iterator[pa.RecordBatch]]:
+def _read_delimited(file: Path, columns: Columns) -> _Table:
     """Read ids and embeddings of a CSV as text: ids can have leading zeros."""
     import pyarrow as pa
     from pyarrow import csv
 
-    names = [name for name in _choose_columns(file, read_header(file), columns) if name != SCALE]
+    names = _choose_columns(file, [name for name in read_header(file) if name != SCALE], columns)
     reader = csv.open_csv(
         str(file),
         csv.ReadOptions(block_size=LONGEST_LINE),
         csv.ParseOptions(delimiter=delimiter_of(file), newlines_in_values=True),
         csv.ConvertOptions(
-            column_types=dict.fromkeys(names, pa.string()), include_columns=names, strings_can_be_null=True, null_values=[""]
+            column_types=dict.fromkeys(names, pa.string()),
+            include_columns=list(names),
+            strings_can_be_null=True,
+            null_values=[""],
         ),
     )
     return names, iter(reader)
 
 
-def _read_json_lines(file: Path, columns: Columns) -> tuple[list[str], Iterator[pa.RecordBatch]]:
+def _read_json_lines(file: Path, columns: Columns) -> _Table:
     """Read flat lines with the columns of the first line. Lines of a database's export are parsed one by one."""
     import pyarrow as pa
     from pyarrow import json as arrow_json
 
     first = first_object(file)
     if first is None:
-        return [ID, EMBEDDING], iter(())
+        return _ITEM, iter(())
     if _is_nested(first, columns):
-        return [ID, EMBEDDING], _as_batches(read_dump(file, columns), file)
+        return _ITEM, _as_batches(read_dump(file, columns), file, columns)
     names = _choose_columns(file, [name for name in first if name != SCALE], columns)
-    if not isinstance(first[names[1]], list | None):
-        kind = type(first[names[1]]).__name__
-        raise XcompatError(f"{file}: column {names[1]!r} is {kind}; it should hold lists of floats")
-    of_id = pa.int64() if isinstance(first[names[0]], int) else pa.string()
-    schema = pa.schema([(names[0], of_id), (names[1], pa.list_(pa.float32()))])
+    id_column, vector = names  # a line without an id is nested
+    if not isinstance(first[vector], list | None):
+        raise XcompatError(f"{file}: column {vector!r} is {type(first[vector]).__name__}; it should hold lists of floats")
+    of_id = pa.int64() if isinstance(first[id_column], int) else pa.string()
+    schema = pa.schema([(id_column, of_id), (vector, pa.list_(pa.float32()))])
     parsing = arrow_json.ParseOptions(explicit_schema=schema, unexpected_field_behavior="ignore")
     return names, iter(arrow_json.open_json(str(file), arrow_json.ReadOptions(block_size=LONGEST_LINE), parsing))
 
@@ -262,17 +283,19 @@ def _is_nested(first: dict[str, object], columns: Columns) -> bool:
     return isinstance(first[vector], str | dict) or name is None or isinstance(first[name], dict)
 
 
-def _as_batches(rows: Iterable[Row], file: Path) -> Iterator[pa.RecordBatch]:
-    """Collect single items into blocks."""
+def _as_batches(rows: Iterable[Row], file: Path, columns: Columns) -> Iterator[pa.RecordBatch]:
+    """Collect single items into blocks, without ids if no item of a block has one and none are needed."""
     import pyarrow as pa
 
     rows, before = iter(rows), 0
     while block := list(islice(rows, BLOCK)):
         ids = [name for name, _ in block]
-        if None in ids:
+        has_ids = columns.needs_ids or any(name is not None for name in ids)
+        if has_ids and None in ids:
             raise XcompatError(f"item {before + ids.index(None)} of {file} has no {ID}; choose its field with --id-column")
         vectors = pa.array([vector for _, vector in block], pa.list_(pa.float32()))
-        yield pa.record_batch({ID: pa.array([str(name) for name in ids]), EMBEDDING: vectors})
+        named = {ID: pa.array([str(name) for name in ids])} if has_ids else {}
+        yield pa.record_batch({**named, EMBEDDING: vectors})
         before += len(block)
 
 
@@ -285,13 +308,14 @@ def _parse_texts(texts: pa.Array, where: object, before: int) -> pa.Array:
     return pa.array(parsed, pa.list_(pa.float32()))
 
 
-def _choose_columns(file: Path, names: list[str], columns: Columns) -> list[str]:
-    """Choose the columns with the id, the embedding and, if any, the scale."""
+def _choose_columns(file: Path, names: list[str], columns: Columns) -> dict[str, str]:
+    """Choose the columns with the id, the embedding and, if any, the scale; return column -> its name in the result."""
     id_column, embedding = columns.find_id(names), columns.find_vector(names)
-    if id_column is None or embedding is None:
-        missing, option = (ID, "--id-column") if id_column is None else (EMBEDDING, "--vector-name")
+    if embedding is None or (id_column is None and columns.needs_ids):
+        missing, option = (EMBEDDING, "--vector-name") if id_column is not None else (ID, "--id-column")
         raise XcompatError(f"{file} has no column {missing!r} (it has {', '.join(names)}); choose one with {option}")
-    return [id_column, embedding, *([SCALE] if SCALE in names else [])]
+    chosen = {id_column: ID} if id_column is not None else {}
+    return chosen | {embedding: EMBEDDING} | ({SCALE: SCALE} if SCALE in names else {})
 
 
 def _scales(file: object, batch: pa.RecordBatch) -> NDArray[np.float32]:

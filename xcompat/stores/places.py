@@ -1,21 +1,23 @@
-"""Old embeddings in faiss indexes, galleries and databases."""
+"""Stored embeddings wherever they are: files, faiss indexes, galleries and databases."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias, TypeGuard
 from urllib.parse import parse_qs, unquote, urlsplit
 
 import numpy as np
 from numpy.typing import NDArray
 
 from xcompat.core.arrays import read_lines
-from xcompat.core.errors import XcompatError
+from xcompat.core.errors import MissingPathError, XcompatError, nearest
 from xcompat.core.lazy import faiss
-from xcompat.vectors import Columns, Vectors
-from xcompat.vectors.formats import SUFFIXES
+from xcompat.vectors import Columns, Vectors, read_vectors
+from xcompat.vectors.formats import KINDS, SUFFIXES, stored_at
+from xcompat.vectors.reading import choosable_names
 from xcompat.vectors.spool import BLOCK, Spool
 
 if TYPE_CHECKING:
@@ -79,7 +81,7 @@ def parse_place(text: str) -> Place:
     return Path(unquote(urlsplit(text).path)) if text.startswith("file://") else StoreAddress(text)
 
 
-def is_gallery(path: Place) -> bool:
+def is_gallery(path: Place) -> TypeGuard[Path]:
     """Return whether a path is a gallery's folder."""
     from xcompat.retrieval.manifest import CURRENT
 
@@ -92,6 +94,61 @@ def is_index(path: Place) -> bool:
         return False
     with path.open("rb") as file:
         return file.read(1) == _MAGIC
+
+
+def read_place(place: Place, reading: Reading = READ_AS_IT_IS) -> Vectors:
+    """Read stored embeddings from a database, a gallery, a faiss index, or any file of :func:`~xcompat.vectors.read_vectors`.
+
+    Args:
+        place: the embeddings.
+        reading: column names, and a file with the ids of a place without ids.
+
+    Raises:
+        XcompatError: the place is damaged or empty, or it and ``reading`` have ids, or these ids do not match.
+    """
+    if isinstance(place, Path) and is_index(place):
+        return read_index(place, reading.ids)
+    if isinstance(place, StoreAddress) or is_gallery(place):
+        if reading.ids is not None:
+            raise XcompatError(f"{place} has ids of its own; remove --ids")
+        return read_store(place) if isinstance(place, StoreAddress) else read_gallery(place)
+    vectors = read_vectors(place, reading.columns._replace(needs_ids=reading.ids is None))
+    if reading.ids is None:
+        return vectors
+    if vectors.ids is not None:
+        raise XcompatError(f"{place} has ids of its own; remove --ids")
+    ids = read_lines(reading.ids)
+    if len(ids) != len(vectors.rows_ND):
+        raise XcompatError(f"{reading.ids} has {len(ids):,} lines, but {place} has {len(vectors.rows_ND):,} rows")
+    return Vectors(vectors.rows_ND, ids)
+
+
+def require_reading(places: Sequence[Place], reading: Reading) -> None:
+    """Raise if no file or folder has a chosen column, or the file with ids does not exist.
+
+    Args:
+        places: existing places with embeddings, which share the column names.
+        reading: column names, and a file with ids.
+
+    Raises:
+        XcompatError: the message suggests a similar name.
+    """
+    if reading.ids is not None and not reading.ids.is_file():
+        raise MissingPathError(f"--ids {reading.ids} does not exist; choose a text file with an id per line")
+    for option, name in (("--id-column", reading.columns.id), ("--vector-name", reading.columns.vector)):
+        if name is None:
+            continue
+        known = [each for place in places if isinstance(place, Path) for each in _choosable_names(place)]
+        if name not in known:
+            fix = nearest(name, set(known)) if known else f"remove {option}"
+            raise XcompatError(f"{option} {name}: no such name in {' or '.join(map(str, places))}; {fix}")
+
+
+def _choosable_names(place: Path) -> list[str]:
+    if is_gallery(place) or is_index(place):
+        return []
+    files = [file for kind in KINDS if (file := stored_at(place / f"{kind}_embeds")) is not None]
+    return [name for file in files or [place] for name in choosable_names(file)]
 
 
 def read_index(path: Path, ids: Path | None) -> Vectors:
