@@ -42,6 +42,7 @@ from xcompat.report.wording import verdicts
 from xcompat.training.checkpoints import last_complete_checkpoint
 from xcompat.training.recipe import parse_recipe
 from xcompat.training.run import run_recipe
+from xcompat.vectors.codecs import MemoryParts
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 VERBS = ("demo", "train", "map", "compare", "embed", "caption", "evaluate", "recipes", "classes")
@@ -425,6 +426,13 @@ def test_a_map_is_judged_from_the_embeddings_that_it_maps(run: Run, embeddings: 
     assert "remove --new-own" in refused(run("evaluate", "--old", old, "--new", new, "--new-own", new, "--map", old, *out))
     line = refused(run("evaluate", "--old", old, "--new", embeddings("few", dim=6), "--map", tmp_path / "map", *out))
     assert "maps 8 to 8 dimensions, but few has 6" in line
+
+
+@pytest.mark.parametrize("verb", ["map", "export faiss", "push"])
+def test_the_parts_of_a_memory_are_the_same_everywhere(verb: str) -> None:
+    command = dict(commands_of(typer.main.get_command(cli.app)))[verb]
+    option: Any = next(option for option in command.params if option.name == "memory")
+    assert option.default == "full" and option.type_descriptor.annotation == MemoryParts
 
 
 def test_a_map_with_a_memory_is_also_judged_without_it(run: Run, embeddings: Make, tmp_path: Path) -> None:

@@ -35,7 +35,8 @@ from xcompat.models.embedder import is_checkpoint, load_checkpoint, load_embedde
 from xcompat.models.query_memory import LearnedTransform, QueryMemory
 from xcompat.report import ModelInfo, Report
 from xcompat.report.storage import save_report
-from xcompat.training.push import Form, Remembered, anonymise_name, find_model, push
+from xcompat.training.push import Form, anonymise_name, find_model, push
+from xcompat.vectors.codecs import MemoryParts
 
 
 @pytest.fixture
@@ -408,7 +409,7 @@ def test_forms_of_one_run_share_a_place(finished: Run, hub: Hub, images: list[Im
 
 @torch.no_grad()
 @pytest.mark.parametrize("memory", ["transform", "none"])
-def test_what_queries_remember_may_stay_at_home(memory: Remembered, hub: Hub, on_hub: dict[str, str], tmp_path: Path) -> None:
+def test_what_queries_remember_may_stay_at_home(memory: MemoryParts, hub: Hub, on_hub: dict[str, str], tmp_path: Path) -> None:
     model = build("ridge", on_hub)
     remembered = QueryMemory(model.config.embedding_dim, model.config.old["dim"], entries=3)
     torch.nn.init.normal_(remembered.keys_KD)

@@ -23,6 +23,7 @@ from xcompat.cli.options import (
     Engine,
     GpusPerWorker,
     IndexIds,
+    MemoryParts,
     Overrides,
     PricePerMillion,
     RequestsPerMinute,
@@ -213,8 +214,8 @@ NamedOldModel = Annotated[
     typer.Option(help="Old model, or the recorded name in the gallery. Default: the name recorded in --old, else the file name."),
 ]
 TriedMemory = Annotated[
-    Literal["all", "transform", "none"],
-    typer.Option(help="Parts of a query memory to try. Only the value all stores embeddings of training items in the map."),
+    MemoryParts,
+    typer.Option(help="Parts of a query memory to try. Only the value full stores embeddings of training items in the map."),
 ]
 
 
@@ -248,7 +249,7 @@ def map_(
     vector_name: VectorName = None,
     direction: MapDirection = "new_to_old",
     sample: SampleSize = None,
-    memory: TriedMemory = "all",
+    memory: TriedMemory = "full",
 ) -> None:
     """Fit a map from new queries to an old gallery, from embeddings alone.
 
@@ -451,9 +452,9 @@ def push(
     revision: Annotated[str | None, typer.Option(help="Branch of the repository. A missing branch is created.")] = None,
     license: Annotated[str | None, typer.Option(help="License, e.g. apache-2.0.")] = None,  # noqa: A002
     memory: Annotated[
-        Literal["all", "transform", "none"],
-        typer.Option(help="Parts of the query memory to upload. Only the value all includes embeddings of training items."),
-    ] = "all",
+        MemoryParts,
+        typer.Option(help="Parts of the query memory to upload. Only the value full includes embeddings of training items."),
+    ] = "full",
 ) -> None:
     """Push a model to the Hub, with results and compatible galleries in the model card."""
     if merged and adapters_only:

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from xcompat.cli.options import MemoryParts
 from xcompat.core.progress import announce_loading
 
 app = typer.Typer(help="Export models for other software.", no_args_is_help=True)
@@ -35,9 +36,9 @@ def to_faiss(
         typer.Option(help="Output index. Earlier output by this command is replaced, anything else only with --overwrite."),
     ],
     memory: Annotated[
-        Literal["all", "transform", "none"],
+        MemoryParts,
         typer.Option(help="Parts of the query memory to keep. A faiss index can contain the learned transform, but no entries."),
-    ] = "all",
+    ] = "full",
     overwrite: Overwrite = False,
 ) -> None:
     """Put a linear query map into a faiss index. The new index takes queries by the new model."""

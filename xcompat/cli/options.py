@@ -10,6 +10,8 @@ from typing import Annotated, Any, Literal
 import typer
 from typer.core import TyperCommand
 
+MemoryParts = Literal["none", "transform", "full"]
+"""Parts of a query memory, as in ``xcompat.vectors.codecs``, which takes longer to import."""
 Engine = Annotated[
     Literal["ray", "daft"] | None, typer.Option("--engine", help="Engine for several processes or machines. Use ray or daft.")
 ]

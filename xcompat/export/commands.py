@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
 
 from xcompat.core.files import list_entries
 from xcompat.core.ownership import require_replaceable
@@ -14,9 +13,7 @@ from xcompat.export.modules import Space
 from xcompat.models import CompatModel
 from xcompat.models.embedder import load_checkpoint
 from xcompat.retrieval.versions import notice_missing_old
-
-Kept = Literal["all", "transform", "none"]
-"""Kept parts of a memory."""
+from xcompat.vectors.codecs import MemoryParts
 
 
 def _folder_of(run: str) -> list[Path]:
@@ -32,12 +29,12 @@ def _load_alone(name: str) -> CompatModel:
     return model
 
 
-def to_faiss(index: Path, model: str, out: Path, overwrite: bool, memory: Kept = "all") -> None:
+def to_faiss(index: Path, model: str, out: Path, overwrite: bool, memory: MemoryParts = "full") -> None:
     """Write a faiss index for the new model's queries, with the model's whole memory, only its learned transform, or neither."""
     silence_libraries()
     query_transform.require_place(index, out, overwrite)
     loaded = _load_alone(model)
-    if loaded.memory is not None and memory != "all" and not loaded.maps_galleries:
+    if loaded.memory is not None and memory != "full" and not loaded.maps_galleries:
         loaded = loaded.remember(loaded.memory.without_entries() if memory == "transform" else None)
     old, dim = literal(str(query_transform.to_faiss(loaded, index, out, overwrite))), loaded.config.embedding_dim
     console.print(f"[green]✓[/] {literal(str(out))} takes {dim}-dimensional queries; its vectors are those of {old}")

@@ -16,13 +16,14 @@ from xcompat.evaluation import paired_bootstrap
 from xcompat.evaluation.cases import TEXT_TO_TEXT
 from xcompat.mapping.candidates import LINES, WHITENED, Candidate, Paired, Solver
 from xcompat.mapping.cleaning import leave_out_copies
-from xcompat.mapping.folds import HELD_OUT, NEIGHBOURS, QUERIES, Searched, TriedMemory
+from xcompat.mapping.folds import HELD_OUT, NEIGHBOURS, QUERIES, Searched
 from xcompat.mapping.held_out import RESAMPLES, FoldResult, Queries, SwappedSplit, Trial, ValidationSplit
 from xcompat.mapping.item_memory import LEAST_COVERAGE, ItemMemory, with_item_memory
 from xcompat.mapping.paired import PairedEmbeddings, SwappedEmbeddings
 from xcompat.mapping.selection import MIXED, Choice, choose, select_conservative
 from xcompat.mapping.sentences import Sentences, Texts
 from xcompat.models.old_knowledge import Rows
+from xcompat.vectors.codecs import MemoryParts
 
 LEARNED = 25_000
 """Most items that a fold learns from: 2,048 float32 dimensions take 200 MB per side."""
@@ -197,7 +198,7 @@ def choose_by_labels_or_agreement(
     with_old_model: bool = False,
     texts: Texts | None = None,
     remember_items: bool = False,
-    memory: TriedMemory = "all",
+    memory: MemoryParts = "full",
 ) -> Choice:
     """Choose by classes or captions, or by agreement with the new model if neither is known.
 

@@ -17,8 +17,6 @@ Searched = Literal["known", "open", "unknown"]
 """Classes that users will search: all in the training set (known), some of them (open), or unknown."""
 Direction = Literal["new_to_old", "old_to_new"]
 """Direction of a map: of queries, or of stored embeddings."""
-TriedMemory = Literal["all", "transform", "none"]
-"""Parts of a memory to try: all, only a learned transform, or neither."""
 
 IN_WHOLE = "new classes in the whole gallery"
 """Items of new classes search themselves and items of as many known classes, learned ones included."""

@@ -16,11 +16,11 @@ from xcompat.core.ownership import read_marker, require_replaceable
 from xcompat.core.paths import is_misspelt, nearest_path
 from xcompat.data.sources import files_digest, local_files
 from xcompat.encoders import is_loadable, require_model, require_xcompat_model
-from xcompat.mapping.folds import Direction, Searched, TriedMemory
+from xcompat.mapping.folds import Direction, Searched
 from xcompat.mapping.sides import holds_embeddings, require_side, side_files
 from xcompat.stores.places import READ_AS_IT_IS, Place, Reading, StoreAddress, is_gallery, is_index, require_reading
 from xcompat.vectors.checks import BAD_SHARE
-from xcompat.vectors.codecs import require_codec
+from xcompat.vectors.codecs import MemoryParts, require_codec
 
 MADE_BY = "map"
 Activation = Literal["relu", "gelu"]
@@ -122,7 +122,7 @@ class MapRequest:
     reading: Reading = READ_AS_IT_IS
     direction: Direction = "new_to_old"
     sample: int | None = None
-    memory: TriedMemory = "all"
+    memory: MemoryParts = "full"
 
     @property
     def n_sampled(self) -> int | None:
@@ -164,7 +164,7 @@ class MapRequest:
             "memory-codec": self.memory_codec,
             "remember-items": self.remember_items or None,
             "sample": self.n_sampled,
-            "memory": self.memory if self.memory != "all" else None,
+            "memory": self.memory if self.memory != "full" else None,
             "direction": self.direction if self.direction != "new_to_old" else None,
             "ids": _digest([self.reading.ids]) if self.reading.ids is not None else None,
             "labels": files_digest(str(self.reading.labels)) if self.reading.labels is not None else None,
@@ -216,7 +216,7 @@ class MapRequest:
             for option, value in (("remember-items", self.remember_items), ("start-from", self.start)):
                 if value:
                     raise XcompatError(f"--{option} works with maps of queries; remove it, or remove --direction old_to_new")
-        if self.memory != "all":
+        if self.memory != "full":
             options = {"remember-items": self.remember_items, "memory-codec": self.memory_codec, "start-from": self.start}
             if given := [option for option, value in options.items() if value]:
                 raise XcompatError(f"--{given[0]} does not work with --memory {self.memory}; remove one of them")

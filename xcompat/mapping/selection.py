@@ -9,7 +9,7 @@ from xcompat.core.errors import NoValidationDataError
 from xcompat.evaluation.cases import BackfillLoss, Case
 from xcompat.mapping.candidates import LINES, WHITENED, Candidate, Paired, Solver, drop_unstable_ridge
 from xcompat.mapping.confidence import Calibration, calibrate
-from xcompat.mapping.folds import LEARNED, Searched, TriedMemory
+from xcompat.mapping.folds import LEARNED, Searched
 from xcompat.mapping.held_out import (
     HeldOutCaptionedGalleries,
     HeldOutCaptions,
@@ -21,6 +21,7 @@ from xcompat.mapping.held_out import (
 from xcompat.mapping.item_memory import ItemMemory, with_item_memory
 from xcompat.mapping.paired import CaptionedEmbeddings, SwappedEmbeddings
 from xcompat.mapping.reranking import RerankedTrial, choose_reranking
+from xcompat.vectors.codecs import MemoryParts
 
 DAMPINGS = (0.1, 0.3, 1.0)
 MIXED = 0.5
@@ -265,7 +266,7 @@ def choose(
     lines: Mapping[str, Solver] = LINES,
     beside_line: bool = False,
     with_old_model: bool = False,
-    memory: TriedMemory = "all",
+    memory: MemoryParts = "full",
 ) -> Choice:
     """Try candidates part by part: linear maps with learned transforms, memories, and finer settings.
 
@@ -287,7 +288,7 @@ def choose(
         NoValidationDataError: no classes or captions, or too few items for a validation split.
     """
     held = _held_out(pairs, searched, lines, seed)
-    held.shares, held.powers = held.shares if memory == "all" else (), () if memory == "none" else held.powers
+    held.shares, held.powers = held.shares if memory == "full" else (), () if memory == "none" else held.powers
     than = held.try_candidate(Candidate(next(iter(lines)))) if beside_line else None
     fewest = min(len(each.pairs) for each in held.known)
     tried = drop_unstable_ridge(lines, fewest, pairs.dims[0])

@@ -41,9 +41,9 @@ from xcompat.training.auto_map import read_verdict
 from xcompat.training.record import find_model
 from xcompat.training.stage_recipe import ROLES, STAGE_PREFIX
 from xcompat.training.yaml_files import read_yaml
+from xcompat.vectors.codecs import MemoryParts
 
 Form = Literal["as it is", "merged", "adapters"]
-Remembered = Literal["all", "transform", "none"]
 HELD_OUT = "a validation split of its training set"
 _OF_ENCODERS = (*PATTERNS, MODULES, MODEL_CONFIG, CHECKSUMS, "*.jinja", "*.tiktoken", "LICENSE*", "NOTICE*")
 """Pushed files of a plain encoder."""
@@ -68,7 +68,7 @@ def push(
     overwrite: bool = False,
     revision: str | None = None,
     license: str | None = None,  # noqa: A002 - the Hub's word
-    memory: Remembered = "all",
+    memory: MemoryParts = "full",
 ) -> str:
     """Push a model with preprocessing and card.
 
@@ -80,8 +80,8 @@ def push(
         overwrite: whether to replace another model.
         revision: branch, created if missing; None for the default.
         license: license on the card.
-        memory: pushed part of the memory (embeddings of training data): ``all``, ``transform`` (only the learned
-            transform), or ``none``.
+        memory: pushed part of the memory (embeddings of training data): ``none``, ``transform`` (only the learned
+            transform), or ``full``.
 
     Returns:
         Address of the commit.
@@ -92,7 +92,7 @@ def push(
     folder = find_model(Path(target))
     facts, config, write, run, known = (_checkpoint if is_checkpoint(str(folder)) else _encoder)(folder, form, memory)
     commit = push_model(repo, facts, config, write, run, private=private, overwrite=overwrite, revision=revision, license=license)
-    if form != "merged" and memory == "all":  # else existing galleries belong to another model
+    if form != "merged" and memory == "full":  # else existing galleries belong to another model
         try:
             record_push(folder, commit, known)
         except OSError as error:  # the push itself has succeeded
@@ -101,7 +101,7 @@ def push(
     return str(commit)
 
 
-def _without_memory(model: CompatModel, folder: Path, memory: Remembered) -> CompatModel:
+def _without_memory(model: CompatModel, folder: Path, memory: MemoryParts) -> CompatModel:
     if model.memory is None:
         raise XcompatError(f"{folder} has no memory; remove --memory {memory}")
     if model.maps_galleries and memory == "transform":
@@ -109,8 +109,8 @@ def _without_memory(model: CompatModel, folder: Path, memory: Remembered) -> Com
     return model.remember(model.memory.without_entries() if memory == "transform" else None)
 
 
-def _encoder(folder: Path, form: Form, memory: Remembered) -> _PushArguments:
-    if form != "as it is" or memory != "all":
+def _encoder(folder: Path, form: Form, memory: MemoryParts) -> _PushArguments:
+    if form != "as it is" or memory != "full":
         raise XcompatError(f"{folder} is a plain encoder without adapters or a memory; push it as it is")
     encoder, processor = load_encoder(str(folder))
     known, citation = encoder.fingerprint(processor), "A plain encoder in its own library's format"
@@ -131,12 +131,12 @@ def _copy_model(folder: Path, target: Path) -> None:
                 shutil.copy2(file, copied / file.name)
 
 
-def _checkpoint(folder: Path, form: Form, memory: Remembered) -> _PushArguments:
+def _checkpoint(folder: Path, form: Form, memory: MemoryParts) -> _PushArguments:
     with reading_model(str(folder)):
         model: CompatModel = AutoModel.from_pretrained(str(folder))
     run = run_facts(folder, model.written_fingerprint())
     known = [model.fingerprint(), model.written_fingerprint(), model.embeds_fingerprint(), model.stored_fingerprint()]
-    if memory != "all":
+    if memory != "full":
         model = _without_memory(model, folder, memory)
         run = _date_results(run, "before the memory was removed")
     if form == "merged":

@@ -1,11 +1,14 @@
-"""Codecs of a memory's entries."""
+"""Parts of a query memory, and codecs of its entries."""
 
 from __future__ import annotations
 
 import re
+from typing import Literal
 
 from xcompat.core.errors import XcompatError
 
+MemoryParts = Literal["none", "transform", "full"]
+"""Parts of a query memory: none, only the learned transform, or also the entries, which are embeddings of training data."""
 CODECS = "SQ8, SQ4, SQfp16, or PQ and a number of bytes, e.g. PQ64"
 _KNOWN = re.compile(r"SQ(4|8|fp16)|PQ[1-9][0-9]{0,3}")
 AS_THEY_ARE = "float32"
