@@ -79,7 +79,7 @@ def test_pairs_are_remembered_across_modalities(raw: dict[str, Any], tmp_path: P
     dry_run_recipe(recipe_of(raw))
     run = tmp_path / "run"
     said = json.loads((run / CHOICE).read_text())
-    assert set(said["floor"]) == {"text-to-image", "image-to-text"}
+    assert set(said["floor"]) == {"text-to-image", "image-to-text"} and not said["is_other_kind"]
     assert {trial["line"] for trial in said["trials"]} == {"projection"}
     model = AutoModel.from_pretrained(run / "model")
     assert (model.memory is None) == (said["memory"] is None)
@@ -239,7 +239,7 @@ def test_a_map_of_captioned_images_is_chosen(raw: dict[str, Any], tmp_path: Path
     del raw["method"], raw["memory"], raw["data"]["texts"]
     run_recipe(recipe_of(raw))
     said = json.loads((tmp_path / "run" / CHOICE).read_text())
-    assert set(said["floor"]) == {"text-to-image", "image-to-text"}
+    assert set(said["floor"]) == {"text-to-image", "image-to-text"} and not said["is_other_kind"]
     assert {trial["line"] for trial in said["trials"]} == set(LINES)
     assert AutoModel.from_pretrained(tmp_path / "run" / "model").embeds_texts
     dry_run_recipe(recipe_of(raw))
@@ -263,11 +263,9 @@ def test_lines_are_compared_by_the_new_models_hits(raw: dict[str, Any], tmp_path
     assert line in LINES and said["memory"] is None and said["of_agreement"], "the old model can embed queries too"
     assert {trial["name"] for trial in said["trials"]} == {*LINES, said["chosen"]}
     assert "new alone/old" in {label for label, _ in cases_of(tmp_path / "run")}
+    assert said["is_other_kind"] and not said["verdict"], "texts test no searches of images"
     said = " ".join(capsys.readouterr().out.split())
-    assert (
-        "that the new model finds nearest" in said
-        and "image queries may find less than the old model's; if you have images with captions" in said
-    )
+    assert "that the new model finds nearest" in said and "Set data.remembered to images with captions" in said
 
 
 def test_too_few_items_to_hold_any_out_are_a_guess(raw: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

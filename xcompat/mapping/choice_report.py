@@ -82,32 +82,12 @@ def _cells(trial: Trial) -> list[str]:
 
 def describe_choice(choice: Choice) -> list[str]:
     """Return the results of a choice as sentences."""
-    best = choice.chosen
-    held = []
-    if choice.by_chance:
-        held.append(
-            "! No better than chance: queries swapped between items find as much. Check that ids or rows name the same "
-            f"items on both sides{'' if choice.of_agreement else ', and that classes or captions are right'}."
-        )
-    if choice.copies:
-        held.append(
-            f"{choice.copies:,} item{'s are exact copies' if choice.copies > 1 else ' is an exact copy'} of others: the "
-            "validation split uses one of each, and the saved map learns from all."
-        )
-    if choice.learned_at_most is not None:
-        held.append(f"Candidates learned from at most {choice.learned_at_most:,} items; the saved map learns from all.")
-    if choice.too_few_for_ridge is not None:
-        held.append(
-            f"Candidates learned from {choice.too_few_for_ridge:,} items, fewer than twice the dimensions of an embedding: "
-            "ridge regression is not tried. Add more items."
-        )
-    held += choice.left_out
-    held += [backfill_warning(choice.backfill_losses)] if choice.backfill_losses else []
+    best, held = choice.chosen, _describe_input(choice)
     sure = _describe_confidence(choice)
     if choice.of_agreement:
         return [*held, _describe_agreement(choice), *_describe_item_memory(choice.item_memory)]
-    if choice.by_chance and best.is_surely_no_worse:
-        return [*held, *sure]  # the gains are chance
+    if (choice.by_chance or choice.is_other_kind) and best.is_surely_no_worse:
+        return [*held, *sure]  # the gains are chance, or of other searches
     if not choice.is_safe:
         mix = ""
         if choice.mixed is not None:
@@ -131,6 +111,35 @@ def describe_choice(choice: Choice) -> list[str]:
     return [*said, *sure]
 
 
+def _describe_input(choice: Choice) -> list[str]:
+    """Return warnings and facts about the pairs and the candidates."""
+    held = []
+    if choice.by_chance:
+        held.append(
+            "! No better than chance: queries swapped between items find as much. Check that ids or rows name the same "
+            f"items on both sides{'' if choice.of_agreement else ', and that classes or captions are right'}."
+        )
+    if choice.copies:
+        held.append(
+            f"{choice.copies:,} item{'s are exact copies' if choice.copies > 1 else ' is an exact copy'} of others: the "
+            "validation split uses one of each, and the saved map learns from all."
+        )
+    if choice.learned_at_most is not None:
+        held.append(f"Candidates learned from at most {choice.learned_at_most:,} items; the saved map learns from all.")
+    if choice.too_few_for_ridge is not None:
+        held.append(
+            f"Candidates learned from {choice.too_few_for_ridge:,} items, fewer than twice the dimensions of an embedding: "
+            "ridge regression is not tried. Add more items."
+        )
+    if choice.is_other_kind:
+        held.append(
+            "! The test set searches images with texts and texts with images, but the pairs are only texts or only images, so "
+            "new queries may find less than old ones. Set data.remembered to images with captions: the worse direction decides."
+        )
+    held += choice.left_out
+    return held + ([backfill_warning(choice.backfill_losses)] if choice.backfill_losses else [])
+
+
 def _describe_agreement(choice: Choice) -> str:
     (protocol, floor), gains = next(iter(choice.floor.items())), next(iter(choice.chosen.gains.values()))
     old, change = floor[SHARED], gains[SHARED]
@@ -145,6 +154,8 @@ def _describe_agreement(choice: Choice) -> str:
             f"{line} {100 * rank:.0f}" for line, rank in sorted(choice.sentences.items(), key=lambda each: -each[1])
         )
         found = f"{found} Mean reciprocal rank (%) of a held-out text searched by one of its sentences: {ranks}."
+    if choice.is_other_kind or choice.by_chance:
+        return found  # a line above has the fix
     if choice.is_safe:
         return (
             f"{found} In all measured upgrades with this agreement, new queries found at least as much as "
@@ -213,6 +224,7 @@ def as_json(choice: Choice) -> dict[str, object]:
         "sentences": dict(choice.sentences),
         "by_chance": choice.by_chance,
         "copies": choice.copies,
+        "is_other_kind": choice.is_other_kind,
         "left_out": list(choice.left_out),
         "backfill_losses": [loss._asdict() for loss in choice.backfill_losses],
         "trials": [_trial(trial) for trial in choice.trials],

@@ -64,6 +64,7 @@ class Choice:
         by_chance: whether the chosen map does not surely beat chance
             (:meth:`~xcompat.mapping.held_out.ValidationSplit.is_by_chance`).
         item_memory: results of a memory of all items, or None if it was not tried.
+        is_other_kind: whether queries search items of another kind (texts and images), but each pair is of a single kind.
     """
 
     trials: list[Trial]
@@ -90,6 +91,7 @@ class Choice:
     copies: int = 0
     reranked: RerankedTrial | None = None
     item_memory: ItemMemory | None = None
+    is_other_kind: bool = False
 
     @property
     def candidate(self) -> Candidate:
@@ -101,9 +103,11 @@ class Choice:
     def is_safe(self) -> bool:
         """Whether the chosen map is surely at or above old queries.
 
-        Without labels, agreement with the new model replaces this test (:attr:`agrees_enough`).
+        Without labels, agreement with the new model replaces this test (:attr:`agrees_enough`). Searches between texts and
+        images can lose where searches among texts gain (docs/results/leaderboard.md).
         """
-        return (self.agrees_enough if self.of_agreement else self.chosen.is_surely_no_worse) and not self.by_chance
+        is_enough = self.agrees_enough if self.of_agreement else self.chosen.is_surely_no_worse
+        return is_enough and not self.by_chance and not self.is_other_kind
 
     @property
     def agrees_enough(self) -> bool:

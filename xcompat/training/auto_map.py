@@ -12,7 +12,7 @@ from xcompat.core.distributed import is_main_process
 from xcompat.core.errors import NoValidationDataError, XcompatError
 from xcompat.core.files import read_json
 from xcompat.core.progress import notice
-from xcompat.mapping import Choice, PairedEmbeddings, fit
+from xcompat.mapping import CaptionedEmbeddings, Choice, PairedEmbeddings, fit
 from xcompat.mapping.agreement import choose_by_labels_or_agreement
 from xcompat.mapping.candidates import GUESS, LINES, CandidateParts, Described, Paired, Solver
 from xcompat.mapping.selection import merge_choices
@@ -61,6 +61,8 @@ def choose_map(stage: Stage, folder: Path) -> CompatModel | None:
         choice = merge_choices(
             [choose_by_labels_or_agreement(each.pairs, searched, stage.seed, each.lines, with_old_model=True) for each in known]
         )
+        of_both = any(isinstance(each.pairs, CaptionedEmbeddings) for each in known)
+        choice = replace(choice, is_other_kind=stage.settings.data.test is not None and not of_both)
         print_candidates(choice)
     except NoValidationDataError as error:
         notice(f"{error}: the map is not validated")
@@ -96,11 +98,6 @@ def _inputs(stage: Stage, plain: Embedder) -> Iterator[tuple[Paired, Mapping[str
     elif stage.settings.remembered_pairs is not None:
         yield captioned_pairs(stage, plain), LINES
     else:
-        if stage.settings.data.test is not None:
-            notice(
-                "the map is fitted and chosen on texts only, so image queries may find less than the old model's; if you have "
-                "images with captions, set data.remembered instead of data.texts"
-            )
         yield PairedEmbeddings(stage.cache_of_new(plain), stage.cache(stage.frozen("old"))), LINES
 
 
