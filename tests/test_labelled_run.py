@@ -32,7 +32,8 @@ from xcompat.data.images import UnusableSampleError
 from xcompat.data.overlap import shared_images
 from xcompat.evaluation.cases import IMAGE_TO_IMAGE
 from xcompat.mapping.candidates import LINES
-from xcompat.mapping.selection import Choice
+from xcompat.mapping.held_out import Trial
+from xcompat.mapping.selection import OLD_SHARES, Choice
 from xcompat.methods import METHODS
 from xcompat.models.embedder import Embedder, load_checkpoint, load_embedder
 from xcompat.report import load_report
@@ -433,6 +434,20 @@ def test_embeddings_replace_a_lost_model(method: str, trained: dict[str, Any], f
         run_recipe(recipe_of(trained, **raw, **new, side_info=old if method == "fct" else None))
     gone, here = ({case.label: case.metrics for case in load_report(tmp_path / name).cases} for name in ("gone", "here"))
     assert gone["old/old"] == pytest.approx(here["old/old"]) and gone["new/old"] == pytest.approx(here["new/old"], abs=0.1)
+
+
+def test_a_chosen_map_mixes_in_queries_of_old_models_but_not_of_old_embeddings(
+    trained: dict[str, Any], folders: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A search cannot embed its query with a folder of embeddings."""
+    monkeypatch.setattr(Trial, "is_surely_no_worse", False)
+    for name, old in (("gone", what_is_left(trained, folders, tmp_path / "left")), ("here", trained["old"])):
+        raw = {"old": old, "new": trained["independent"], "output_dir": str(tmp_path / name)}
+        run_recipe(recipe_of(trained, **raw, evaluation=None))
+        shares = {trial["old_share"] for trial in read_json(tmp_path / name / CHOICE)["trials"]}
+        assert shares == ({0.0} if name == "gone" else {0.0, *OLD_SHARES})
+        if name == "gone":
+            assert AutoModel.from_pretrained(tmp_path / name / "model").config.old_share is None
 
 
 def test_an_index_or_a_gallery_replaces_an_old_model(trained: dict[str, Any], folders: dict[str, str], tmp_path: Path) -> None:

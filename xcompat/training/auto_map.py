@@ -49,8 +49,11 @@ def choose_map(stage: Stage, folder: Path) -> CompatModel | None:
     """
     if stage.settings.data.images is not None:
         warn_of_shared_images(stage)
-    plain, old = stage.embedder("new"), stage.frozen("old").describe_old()
-    known = [CandidateParts(pairs, old, lines, stage.settings.memory_codec) for pairs, lines in _inputs(stage, plain)]
+    plain, frozen = stage.embedder("new"), stage.frozen("old")
+    old = frozen if isinstance(frozen, Embedder) and frozen.reads == "images" else None  # embeds the same queries
+    known = [
+        CandidateParts(pairs, frozen.describe_old(), lines, stage.settings.memory_codec) for pairs, lines in _inputs(stage, plain)
+    ]
     if not is_main_process():
         return None
     solving = SolvingCost(folder / COST)
@@ -59,7 +62,7 @@ def choose_map(stage: Stage, folder: Path) -> CompatModel | None:
     try:
         searched = stage.settings.searched_classes
         choice = merge_choices(
-            [choose_by_labels_or_agreement(each.pairs, searched, stage.seed, each.lines, with_old_model=True) for each in known]
+            [choose_by_labels_or_agreement(each.pairs, searched, stage.seed, each.lines, old is not None) for each in known]
         )
         of_both = any(isinstance(each.pairs, CaptionedEmbeddings) for each in known)
         choice = replace(choice, is_other_kind=stage.settings.data.test is not None and not of_both)
