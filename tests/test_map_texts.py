@@ -77,6 +77,7 @@ def test_a_lost_old_model_is_known_by_vectors_in_the_order_of_the_texts(clip: st
     command = ("--old", tmp_path / "old.npy", "--new", clip, "--texts", written(tmp_path), "--out", tmp_path / "map")
     report = mapped(*command)
     assert report["items"] == len(TEXTS) and report["of_agreement"] and report["sentences"] == {}
+    assert report["old_query_ms"] is None and "to each query" not in report["output"]
     model = AutoModel.from_pretrained(tmp_path / "map" / "model")
     with torch.no_grad():
         own = model.embed_texts(**model.processor.texts(TEXTS[:4]))
@@ -116,7 +117,8 @@ def test_ids_join_texts_and_vectors(clip: str, tmp_path: Path) -> None:
 def test_both_sides_may_be_models(folder_of: dict[str, str], tmp_path: Path) -> None:
     old, new = folder_of["siglip"], folder_of["clip"]
     command = ("--old", old, "--new", new, "--texts", written(tmp_path), "--out", tmp_path / "map")
-    mapped(*command)
+    report = mapped(*command)
+    assert f"adds {report['old_query_ms']:.1f} ms to each query here (cpu, one query at a time)" in report["output"]
     model = AutoModel.from_pretrained(tmp_path / "map" / "model")
     assert model.compatible_with == [load_embedder(old).fingerprint] and model.config.old_share == 0.5
     with Gallery.create(tmp_path / "gallery", load_embedder(old)) as gallery:

@@ -25,6 +25,7 @@ from xcompat.mapping.folds import Searched
 from xcompat.mapping.from_texts import TextPairs, pairs_of_texts, read_stored_sides
 from xcompat.mapping.imported_maps import IMPORTED, ImportedMap, read_imported
 from xcompat.mapping.paired import PairedEmbeddings, load_paired
+from xcompat.mapping.query_cost import describe_old_query_ms, measure_query_ms
 from xcompat.mapping.request import MADE_BY, MapRequest
 from xcompat.mapping.selection import Choice
 from xcompat.mapping.sentences import Texts
@@ -115,6 +116,7 @@ def map_embeddings(asked: MapRequest) -> bool:
         both = old is not None and new is not None
         decided = _decide(found, lines, theirs, asked, both)
     _say(decided)
+    old_query_ms = _measure_old_query(decided.candidate, old)
     if not (decided.is_safe or asked.allow_worse):
         _print_refusal(asked, decided)
         return False
@@ -130,6 +132,7 @@ def map_embeddings(asked: MapRequest) -> bool:
         document = _document(decided, pairs, model, theirs) | {"old": described, "new": asking}
         document |= {
             "dropped_pairs": dropped,
+            "old_query_ms": old_query_ms,
             "searched_classes": asked.searched,
             "direction": asked.direction,
             "seed": asked.seed,
@@ -142,6 +145,15 @@ def map_embeddings(asked: MapRequest) -> bool:
         following = f"`xcompat migrate plan URI --from OLD_MODEL --model {literal(out)}`, or `xcompat gallery upgrade`"
         console.print(f"Next: {following}", soft_wrap=True)
     return True
+
+
+def _measure_old_query(candidate: Candidate, old: Embedder | None) -> float | None:
+    """Measure and print the time that the old model adds to half-way queries; return None for other maps."""
+    if old is None or not candidate.old_share:
+        return None
+    milliseconds = measure_query_ms(old)
+    console.print(literal(describe_old_query_ms(old, milliseconds)), soft_wrap=True)
+    return milliseconds
 
 
 def _print_refusal(asked: MapRequest, decided: _Decision) -> None:

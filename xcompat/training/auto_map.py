@@ -15,6 +15,7 @@ from xcompat.core.progress import notice
 from xcompat.mapping import CaptionedEmbeddings, Choice, PairedEmbeddings, fit
 from xcompat.mapping.agreement import choose_by_labels_or_agreement
 from xcompat.mapping.candidates import GUESS, LINES, CandidateParts, Described, Paired, Solver
+from xcompat.mapping.query_cost import describe_old_query_ms, measure_query_ms
 from xcompat.mapping.selection import merge_choices
 from xcompat.methods import QueryMapModel
 from xcompat.models import CompatModel
@@ -70,6 +71,8 @@ def choose_map(stage: Stage, folder: Path) -> CompatModel | None:
     except NoValidationDataError as error:
         notice(f"{error}: the map is not validated")
     candidate = choice.chosen.candidate if choice is not None else replace(GUESS, line=next(iter(known[0].lines)))
+    if old is not None and candidate.old_share:
+        notice(describe_old_query_ms(old, measure_query_ms(old)))
     taken = next(each for each in known if candidate.line in each.lines)
     model = fit(candidate, taken, choice.confidence if choice is not None else None)
     model.config.encoder = stage.with_query_prompt(plain).describe_encoder()
