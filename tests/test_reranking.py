@@ -361,6 +361,18 @@ def test_size_and_age_limits(tmp_path: Path) -> None:
     assert NewEmbeddings(tmp_path, model, dim, max_days=0).get(["999"], 0) == {}
 
 
+def test_searches_keep_the_limits_of_the_cache(shop: Shop) -> None:
+    shop.search(4, shop.reranker())
+    again = shop.reranker(cache_days=0)
+    shop.search(4, again)
+    assert again.counts.cached == 0 and again.counts.embedded > 0, "all are too old"
+    assert len(shop.kept()) < again.counts.embedded, "older ones are deleted when others are stored"
+    small = shop.reranker(ITEMS, cache_bytes=20_000)
+    shop.search(4, small)
+    path = shop.kept().path
+    assert small.counts.embedded and path.stat().st_size < 100_000
+
+
 def test_what_cannot_be_re_ranked_is_refused(shop: Shop) -> None:
     for numbers, message in (({"candidates": 0}, "at least 1"), ({"old_weight": 1.0}, "from 0 to below 1")):
         with pytest.raises(XcompatError, match=message):

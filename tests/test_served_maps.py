@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -83,6 +84,23 @@ def test_the_command_line_asks_the_service(gallery: Gallery, map_folder: str, na
     assert hits[0].id == QUERY and places == sorted(places)
     with pytest.raises(XcompatError, match="fitted on embeddings only: .*--embed-with"):
         searched(gallery, QUERY, "--model", map_folder)
+
+
+def test_the_price_of_re_ranking_is_printed_before_the_first_call(map_folder: str, named: str, tmp_path: Path) -> None:
+    gallery = Gallery.create(tmp_path / "texts", OLD, dim=OLD_DIM)
+    gallery.add(rotated(new(TEXTS), OLD_DIM), TEXTS, [{"text": text} for text in TEXTS])
+    gallery.commit()
+    asked = ("--model", map_folder, "--embed-with", named, "--rerank", "8")
+    priced = (*asked, "--rerank-budget", "5", "--price-per-million-tokens", "2")
+    output = " ".join(searched(gallery, QUERY, *priced).split())
+    cost = r"embeds 5.0 texts per query, about (\d+) tokens, about (\S+) at 2 per million; at most 5 texts"
+    found = re.search(cost, output)
+    assert found and float(found[2]) == pytest.approx(2e-6 * int(found[1]), rel=0.1) and "5 embedded, 3 missing" in output
+    output = " ".join(searched(gallery, QUERY, *asked).split())
+    assert "embeds 3.0 texts per query" in output and "3 embedded, 5 from the cache" in output
+    assert "re-ranking:" not in searched(gallery, QUERY, *asked), "the cache has all"
+    with pytest.raises(XcompatError, match="--requests-per-minute needs a service"):
+        searched(gallery, QUERY, "--model", map_folder, "--requests-per-minute", "5")
 
 
 WAYS = {"name": NAMED, "function": Service(NEW_DIM), "provider": Provider(Service(NEW_DIM), "letters", batch=1)}

@@ -16,6 +16,7 @@ from xcompat.core.errors import XcompatError
 from xcompat.core.progress import announce_loading, console, literal, silence_libraries
 
 if TYPE_CHECKING:
+    from xcompat.retrieval.argument_checks import RerankOptions
     from xcompat.retrieval.originals import Originals
     from xcompat.stores.shadow import SearchSetup
 
@@ -57,7 +58,8 @@ def shadow(
     """
     from xcompat.retrieval import argument_checks
 
-    argument_checks.require_reranking(rerank, originals, rerank_with, None, record_demand=False)
+    reranking = argument_checks.RerankOptions(rerank, originals, rerank_with)
+    reranking.require()
     argument_checks.require_models(old, model)
     if out is not None and out.exists():
         raise XcompatError(f"{out} exists; choose another file with --out")
@@ -66,7 +68,7 @@ def shadow(
     announce_loading(old, model, rerank_with)
     from xcompat.stores.shadow_report import show_shadow
 
-    ways = _way(old), _way(model, rerank, items, rerank_with)
+    ways = _way(old), _way(model, reranking, items)
     if not show_shadow(opened, ways, read, top_k, limit_ms, out):
         raise typer.Exit(1)
 
@@ -91,7 +93,7 @@ def plan(
     ] = None,
     plot: Annotated[Path | None, typer.Option(help="PNG plot: quality against the number of embeddings.")] = None,
 ) -> None:
-    """Compare four ways to upgrade: stay, map new queries, re-rank, or backfill.
+    """Compare ways to upgrade: stay, map new queries, mix them half-way, re-rank, or backfill.
 
     Prints quality, embeddings, storage, hours and price.
 
@@ -125,12 +127,12 @@ def _queries(source: str, limit: int | None) -> Sequence[str] | Iterator[str]:
     return load_queries(source).one_by_one()[:limit]
 
 
-def _way(model: str, rerank: int | None = None, originals: Originals | None = None, rerank_with: str = "") -> SearchSetup:
+def _way(model: str, reranking: RerankOptions | None = None, originals: Originals | None = None) -> SearchSetup:
     from xcompat.models.embedder import load_embedder
     from xcompat.retrieval.fallback import Fallback
     from xcompat.stores.shadow import SearchSetup
 
     silence_libraries()
     source = load_embedder(model, device())
-    reranker = load_reranker(source, rerank, originals, rerank_with, None, record_demand=False)
+    reranker = load_reranker(source, reranking, originals) if reranking is not None else None
     return SearchSetup(source, Fallback.for_model(source, device()), reranker)

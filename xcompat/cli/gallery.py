@@ -19,6 +19,7 @@ from xcompat.cli.opening import (
     load_old_model,
     load_originals,
     load_reranker,
+    load_service,
     open_gallery,
     open_index,
     open_searched,
@@ -29,11 +30,15 @@ from xcompat.cli.opening import (
 )
 from xcompat.cli.options import (
     BadVectorShare,
+    CacheDays,
+    CacheMegabytes,
     Candidates,
     Conditions,
     EmbedWith,
     Engine,
+    FallbackBelow,
     GpusPerWorker,
+    GroupKey,
     IdColumn,
     IndexIds,
     Json,
@@ -44,10 +49,14 @@ from xcompat.cli.options import (
     NoMetadata,
     OriginalsOf,
     Overlap,
+    PricePerMillion,
     RecordDemand,
+    RequestsPerMinute,
     RerankBudget,
     RerankingCommand,
     RerankModel,
+    SearchedPlace,
+    ShownFields,
     SideInfo,
     TextColumns,
     Words,
@@ -171,44 +180,36 @@ def _versions_of(opened: Gallery | Store) -> Sequence[Fingerprint | None]:
 
 @app.command(cls=RerankingCommand)
 def search(
-    gallery: Annotated[
-        str,
-        typer.Argument(
-            metavar="GALLERY", help="Gallery folder, faiss index (needs a map as --model), or address of a vector store."
-        ),
-    ],
+    gallery: SearchedPlace,
     query: Annotated[str | None, typer.Argument(metavar="[QUERY]", help="Query: a text, or the path of an image.")] = None,
     model: ModelName = "",
     top_k: Annotated[int, typer.Option(min=1, help="Number of hits.")] = 10,
     where: Conditions = None,
-    group_by: Annotated[
-        str | None,
-        typer.Option(metavar="KEY", help="Show the best hit per value of a metadata key, e.g. per document."),
-    ] = None,
+    group_by: GroupKey = None,
     fallback: Annotated[str, typer.Option(help="Old model, which answers queries of low confidence.")] = "",
-    fallback_below: Annotated[
-        float | None, typer.Option(help="Use --fallback for queries below this confidence. Default: 0.5.")
-    ] = None,
+    fallback_below: FallbackBelow = None,
     embed_with: EmbedWith = None,
+    requests_per_minute: RequestsPerMinute = None,
+    price_per_million_tokens: PricePerMillion = None,
     rerank: Candidates = None,
     originals: OriginalsOf = None,
     rerank_with: RerankModel = "",
     rerank_budget: RerankBudget = None,
     record_demand: RecordDemand = False,
+    cache_mb: CacheMegabytes = None,
+    cache_days: CacheDays = None,
     queries: ManyQueries = None,
     max_bad_share: BadVectorShare = None,
     ids: IndexIds = None,
-    fields: Annotated[
-        list[str] | None,
-        typer.Option("--show", metavar="COLUMN", help="Column or metadata key to show for each hit. Repeat it for several."),
-    ] = None,
+    fields: ShownFields = None,
     json: Annotated[bool, typer.Option("--json", help="Print a JSON object per query, one per line.")] = False,
     csv: Annotated[bool, typer.Option("--csv", help="Print CSV with a header and a row per hit.")] = False,
 ) -> None:
     """Search with a text, an image, or many queries."""
     from xcompat.retrieval import argument_checks
 
-    argument_checks.require_reranking(rerank, originals, rerank_with, rerank_budget, record_demand)
+    reranking = argument_checks.RerankOptions(rerank, originals, rerank_with, rerank_budget, record_demand, cache_mb, cache_days)
+    reranking.require(is_address(gallery))
     argument_checks.require_one_search(query, queries, json and csv, fallback_below is not None and not fallback)
     if is_address(gallery):
         argument_checks.require_of_stores(bool(fallback) or group_by is not None, where or [])
@@ -224,10 +225,11 @@ def search(
 
         restrict(opened, where or [])
         versions = _versions_of(opened) if opened is not None else ()
-        typed, source = load_queries_and_model(query, queries, model, versions, fallback, embed_with, max_bad_share)
+        service = load_service(embed_with, requests_per_minute, price_per_million_tokens)
+        typed, source = load_queries_and_model(query, queries, model, versions, fallback, service, max_bad_share)
         opened = open_index(gallery, source, ids, read) if opened is None else opened
         old = load_old_model(typed, source, fallback, fallback_below)
-        reranker = load_reranker(source, rerank, read, rerank_with, rerank_budget, record_demand)
+        reranker = load_reranker(source, reranking, read)
         show = make_printer("json" if json else "csv" if csv else "table", group_by, queries is not None, fields or [])
         _show_hits(opened, (typed, source), top_k, where or [], show, old, group_by, reranker, fields or [])
 

@@ -11,9 +11,11 @@ from xcompat.core.errors import XcompatError
 from xcompat.core.progress import announce_loading, silence_libraries
 
 if TYPE_CHECKING:
+    from xcompat.embeddings.provider import Provider
     from xcompat.models.base import CompatModel
     from xcompat.models.embedder import Embedder
     from xcompat.retrieval import Gallery
+    from xcompat.retrieval.argument_checks import RerankOptions
     from xcompat.retrieval.fallback import Fallback
     from xcompat.retrieval.originals import Originals
     from xcompat.retrieval.queries import Queries
@@ -106,16 +108,35 @@ def load_old_model(typed: Queries, source: QuerySource, fallback: str, below: fl
     return Fallback.for_model(source, device(), named or None)
 
 
-def load_reranker(
-    source: QuerySource, candidates: int | None, originals: Originals | None, model: str, budget: int | None, record_demand: bool
-) -> Reranker | None:
+def load_reranker(source: QuerySource, asked: RerankOptions, originals: Originals | None) -> Reranker | None:
     """Load the re-ranker of ``--rerank``; None without the option."""
-    if candidates is None:
+    if asked.candidates is None:
         return None
     from xcompat.retrieval.reranking import Reranker, require_source
 
-    embedder = require_source(load_model(model) if model else source)
-    return Reranker(embedder, originals, None if candidates is True else candidates, budget=budget, record_demand=record_demand)
+    return Reranker(
+        require_source(load_model(asked.model) if asked.model else source),
+        originals,
+        None if asked.candidates is True else asked.candidates,
+        budget=asked.budget,
+        record_demand=asked.record_demand,
+        cache_bytes=None if asked.cache_mb is None else int(1e6 * asked.cache_mb),
+        cache_days=asked.cache_days,
+    )
+
+
+def load_service(function: str | None, requests_per_minute: float | None, price: float | None) -> Provider | None:
+    """Load the service of ``--embed-with``; None without the option."""
+    for option, value in (("--requests-per-minute", requests_per_minute), ("--price-per-million-tokens", price)):
+        if value is not None and function is None:
+            raise XcompatError(f"{option} needs a service; set its function with --embed-with, or remove {option}")
+        if value is not None and not value > 0:
+            raise XcompatError(f"{option} is {value:g}; it must be above 0")
+    if function is None:
+        return None
+    from xcompat.embeddings.provider import Provider, load_function
+
+    return Provider(load_function(function), function, requests_per_minute, price)
 
 
 def load_model(model: str, dtype: Dtype = None, side_info: str | None = None) -> Embedder:

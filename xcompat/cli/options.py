@@ -142,6 +142,38 @@ RecordDemand = Annotated[
         rich_help_panel=RERANKING,
     ),
 ]
+CacheMegabytes = Annotated[
+    float | None,
+    typer.Option(
+        "--cache-mb",
+        min=0,
+        metavar="MB",
+        help="Maximum size of the gallery's cache of new embeddings. The oldest are deleted. Default: no limit.",
+        rich_help_panel=RERANKING,
+    ),
+]
+CacheDays = Annotated[
+    float | None,
+    typer.Option(
+        min=0,
+        metavar="DAYS",
+        help="Maximum age of cached new embeddings; older ones are deleted. Default: no limit.",
+        rich_help_panel=RERANKING,
+    ),
+]
+SearchedPlace = Annotated[
+    str,
+    typer.Argument(metavar="GALLERY", help="Gallery folder, faiss index (needs a map as --model), or address of a vector store."),
+]
+GroupKey = Annotated[
+    str | None,
+    typer.Option(metavar="KEY", help="Show the best hit per value of a metadata key, e.g. per document."),
+]
+FallbackBelow = Annotated[float | None, typer.Option(help="Use --fallback for queries below this confidence. Default: 0.5.")]
+ShownFields = Annotated[
+    list[str] | None,
+    typer.Option("--show", metavar="COLUMN", help="Column or metadata key to show for each hit. Repeat it for several."),
+]
 Conditions = Annotated[
     list[str] | None,
     typer.Option(help="Filter by metadata, KEY=VALUE. Repeatable. For a store: a condition in its query language."),

@@ -172,8 +172,10 @@ class Provider:
             'about 2,000,000 tokens, about 1.00 at 0.5 per million'
         """
         tokens = size / BYTES_PER_TOKEN
-        cost = f", about {tokens / 1e6 * self.price:,.2f} at {self.price:g} per million" if self.price is not None else ""
-        return f"about {tokens:,.0f} tokens{cost}"
+        if self.price is None:
+            return f"about {tokens:,.0f} tokens"
+        cost = tokens / 1e6 * self.price
+        return f"about {tokens:,.0f} tokens, about {f'{cost:,.2f}' if cost >= 1 else f'{cost:.2g}'} at {self.price:g} per million"
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 from xcompat.core.errors import XcompatError
 from xcompat.core.paths import is_file, nearest_path
@@ -35,23 +35,49 @@ def require_one_search(query: str | None, queries: str | None, two_forms: bool, 
         local_files(queries)
 
 
-def require_reranking(
-    rerank: int | None, originals: Sequence[Path] | None, rerank_with: str, budget: int | None, record_demand: bool
-) -> None:
-    """Raise for re-ranking options without ``--rerank``, or missing inputs."""
-    given = {
-        "--originals": bool(originals),
-        "--rerank-with": bool(rerank_with),
-        "--rerank-budget": budget is not None,
-        "--record-demand": record_demand,
-    }
-    if rerank is None:
-        for option in (name for name, is_given in given.items() if is_given):
-            raise XcompatError(f"{option} needs --rerank; add --rerank 20")
-    for path in originals or ():
-        local_files(str(path))
-    if rerank_with:
-        require_models(rerank_with)
+class RerankOptions(NamedTuple):
+    """Options of a search for re-ranking.
+
+    Args:
+        candidates: ``--rerank``: number of hits, True for the number chosen with the model, or None for no re-ranking.
+        originals: ``--originals``.
+        model: ``--rerank-with``.
+        budget: ``--rerank-budget``.
+        record_demand: ``--record-demand``.
+        cache_mb: ``--cache-mb``.
+        cache_days: ``--cache-days``.
+    """
+
+    candidates: int | None = None
+    originals: Sequence[Path] | None = None
+    model: str = ""
+    budget: int | None = None
+    record_demand: bool = False
+    cache_mb: float | None = None
+    cache_days: float | None = None
+
+    def require(self, searches_store: bool = False) -> None:
+        """Raise for options without ``--rerank``, options that stores do not support, or missing inputs.
+
+        Args:
+            searches_store: whether a store is searched, whose cache is a column without limits.
+        """
+        limits = {"--cache-mb": self.cache_mb is not None, "--cache-days": self.cache_days is not None}
+        given = {
+            "--originals": bool(self.originals),
+            "--rerank-with": bool(self.model),
+            "--rerank-budget": self.budget is not None,
+            "--record-demand": self.record_demand,
+        } | limits
+        if self.candidates is None:
+            for option in (name for name, is_given in given.items() if is_given):
+                raise XcompatError(f"{option} needs --rerank; add --rerank 20")
+        for option in (name for name, is_given in limits.items() if is_given and searches_store):
+            raise XcompatError(f"{option} works with galleries only: a store keeps new embeddings in a column; remove {option}")
+        for path in self.originals or ():
+            local_files(str(path))
+        if self.model:
+            require_models(self.model)
 
 
 def require_of_stores(of_galleries: bool, where: list[str]) -> None:

@@ -12,7 +12,7 @@ from xcompat.core.errors import XcompatError
 from xcompat.core.fingerprint import Fingerprint
 from xcompat.core.paths import model_folder
 from xcompat.core.progress import silence_libraries
-from xcompat.embeddings.provider import ServedMap
+from xcompat.embeddings.provider import Provider, ServedMap
 from xcompat.models.base import CompatModel
 from xcompat.models.embedder import is_checkpoint, load_checkpoint, load_embedder
 from xcompat.retrieval import argument_checks
@@ -66,7 +66,7 @@ def load_queries_and_model(
     model: str,
     known: Sequence[Fingerprint | None],
     fallback: str = "",
-    embed_with: str | None = None,
+    embed_with: Provider | None = None,
     max_bad_share: float | None = None,
 ) -> tuple[Queries, Source]:
     """Load queries and the model to embed them.
@@ -77,7 +77,7 @@ def load_queries_and_model(
         model: see :func:`load_embedded`.
         known: see :func:`load_embedded`.
         fallback: the old model.
-        embed_with: function that embeds texts for a map of a service's embeddings.
+        embed_with: service that embeds texts for a map of its embeddings.
         max_bad_share: see :func:`load_embedded`.
 
     Raises:

@@ -15,7 +15,7 @@ from xcompat.core.arrays import normalise_rows
 from xcompat.core.errors import FingerprintMismatchError, XcompatError
 from xcompat.core.fingerprint import Fingerprint
 from xcompat.core.lazy import datasets as hf
-from xcompat.core.progress import notice, notice_once
+from xcompat.core.progress import console, literal, notice, notice_once
 from xcompat.data import BadSamples
 from xcompat.data.schema import ID, METADATA, TEXT
 from xcompat.embeddings.provider import ServedMap, query_model
@@ -111,6 +111,8 @@ class Reranker:
         budget: largest number of embeddings to compute; further candidates keep their old scores.
         keep: whether to cache embeddings.
         record_demand: whether to count candidates, so a backfill starts with frequent candidates.
+        cache_bytes: size limit of a gallery's cache; beyond it, the oldest embeddings are deleted. None for no limit.
+        cache_days: maximum age of a gallery's cached embeddings. None for no limit.
 
     Raises:
         XcompatError: a number is out of range, or the model cannot embed the originals.
@@ -128,6 +130,8 @@ class Reranker:
         budget: int | None = None,
         keep: bool = True,
         record_demand: bool = False,
+        cache_bytes: int | None = None,
+        cache_days: float | None = None,
     ) -> None:
         config = getattr(query_model(model), "config", None)
         if candidates is None:
@@ -142,9 +146,11 @@ class Reranker:
         self.source, self.originals = model, originals
         self.candidates, self.old_weight, self.budget = candidates, old_weight, budget
         self.keep, self.record_demand = keep, record_demand
+        self.cache_limits = cache_bytes, cache_days
         self.counts = Counts()
         self._kept: dict[str, NewEmbeddings | None] = {}
-        self._has_checked = False
+        self._has_checked = self._has_announced = False
+        self._n_queries = 1  # of the last search
         if originals is not None:
             self._require_kind(originals)
 
@@ -229,6 +235,7 @@ class Reranker:
                 "with this model"
             )
         wanted = {hit.id: hit for hits in hits_Q for hit in hits}
+        self._n_queries = len(hits_Q)
         embeds = self._new_embeddings(gallery, wanted, cache)
         if not embeds:
             return [list(hits) for hits in hits_Q]
@@ -377,7 +384,7 @@ class Reranker:
         place = str(gallery.path)
         if self.keep and place not in self._kept:
             try:
-                self._kept[place] = NewEmbeddings(gallery.path, self.fingerprint, self.dim)
+                self._kept[place] = NewEmbeddings(gallery.path, self.fingerprint, self.dim, *self.cache_limits)
             except XcompatError as error:
                 notice(f"{error}; new embeddings are not cached")
                 self._kept[place] = None
@@ -407,9 +414,26 @@ class Reranker:
             return
         assert isinstance(self.source, ServedMap)
         size = self.source.provider.batch
+        self._announce_cost(originals, rows)
         for start in range(0, len(rows), size):
             part = rows[start : start + size]
             yield part, self.source.embed(originals.contents(part).values).float().cpu().numpy()
+
+    def _announce_cost(self, originals: Originals, rows: NDArray[np.int64]) -> None:
+        """Print the estimated price of the first queries' candidates before a service embeds them, once."""
+        assert isinstance(self.source, ServedMap)
+        if self._has_announced:
+            return
+        self._has_announced, provider = True, self.source.provider
+        size = sum(len(str(text).encode()) for text in originals.contents(rows).values) / self._n_queries
+        most = "" if self.budget is None else f"; at most {self.budget:,} texts in all (budget)"
+        console.print(
+            literal(
+                f"re-ranking: {provider.name} embeds {len(rows) / self._n_queries:,.1f} texts per query, "
+                f"{provider.describe_cost(size)}{most}"
+            ),
+            soft_wrap=True,
+        )
 
     def _read(self, wanted: Mapping[str, Hit]) -> Iterator[tuple[Originals, NDArray[np.int64]]]:
         """Yield the given originals, or texts in the metadata, with row numbers."""
