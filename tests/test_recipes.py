@@ -195,6 +195,16 @@ def test_the_papers_schedule_is_theirs_for_every_method() -> None:
     assert all(stage.training["max_grad_norm"] == 0 for stage in recipe.stages)
 
 
+@pytest.mark.parametrize("file", [file for file in PAPERS if file.parent.name in ("bt2", "oca")], ids=named)
+def test_recipes_of_bt2_and_oca_multiply_and_start_as_the_papers_do_or_say_that_they_differ(file: Path) -> None:
+    stages = [stage for stage in loaded(file).stages if stage.method in ("bct", "bt2", "oca")]
+    assert stages
+    scaled = [stage.name for stage in stages if stage.options.get("old_scale", "default") is not None]
+    assert not scaled or "cosines times 16" in file.read_text(encoding="utf-8"), scaled
+    turned = [stage for stage in stages if stage.method != "bct" and stage.options.get("transform") != "none"]
+    assert all(stage.options.get("random_start") for stage in turned)
+
+
 def test_workers_decode_images_for_frozen_models_in_the_training_step() -> None:
     online = {(file, stage.name): stage for file in RECIPES for stage in loaded(file).stages if stage.online_roles}
     on_gpus = {place: stage for place, stage in online.items() if "a GPU" in place[0].read_text(encoding="utf-8")}
