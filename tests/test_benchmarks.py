@@ -239,6 +239,7 @@ def test_wheels_fill_few_folders_of_limited_size_in_tested_versions(throughput: 
     assert wheels.fill_folders({"a": 3, "b": 5, "c": 4, "d": 9}, most=8) == [["d"], ["b", "a"], ["c"]]
     wanted = wheels.find_dependencies(wheels.NEEDED) - {"xcompat"}
     assert {"transformers", "torchvision", "faiss-cpu", "typer"} <= wanted and "ruff" not in wanted
+    assert wanted >= set(wheels.NEWER)
     pinned = list(wheels.pin_versions(wanted, wheels.CONSTRAINTS.read_text(encoding="utf-8"), "2.11"))
     assert "torchvision==0.26.*" in pinned and all("==" in each for each in pinned)
     with pytest.raises(ValueError, match="nothing is not in constraints"):

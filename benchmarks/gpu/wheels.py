@@ -3,8 +3,8 @@
     python benchmarks/gpu/wheels.py wheels --torch 2.11 --python 3.12 [--have NAME ...]
 
 It downloads what xcompat and faiss need, in the versions of constraints.txt, into folders of at most 60 MB for limited copies.
-It leaves out packages that torch and transformers install, except for transformers itself, and those of --have. On that machine,
-run in the repository:
+It leaves out packages that torch and transformers install, unless xcompat needs newer versions, and those of --have. On that
+machine, run in the repository:
 
     pip install --no-index --no-deps wheels/*/*.whl
     PYTHONPATH=. python benchmarks/gpu/throughput.py
@@ -30,6 +30,8 @@ CONSTRAINTS = Path(__file__).resolve().parents[2] / "constraints.txt"
 NEEDED, THERE = ("xcompat", "faiss-cpu"), ("torch", "transformers")
 RECENT = ("pydantic",)
 """Dependencies that only recent versions of torch install."""
+NEWER = ("filelock", "transformers")
+"""Packages of which xcompat needs newer versions than torch 2.11 and transformers 5.17 come with."""
 MOST_BYTES = 60_000_000
 PLATFORMS = [f"--platform=manylinux{name}_x86_64" for name in ("_2_28", "_2_27", "_2_26", "_2_24", "_2_17", "2014")]
 
@@ -100,7 +102,7 @@ def main(
     """Download the wheels into numbered folders."""
     recent = {name for name in find_dependencies(RECENT) if not name.startswith("typing-extensions")}
     present = find_dependencies(THERE) - recent | {canonicalize_name(name) for name in have or ()}
-    wanted = (find_dependencies(NEEDED) - present - {"xcompat"}) | {"transformers"}  # 5.17 is too old
+    wanted = (find_dependencies(NEEDED) - present - {"xcompat"}) | set(NEWER)
     pinned = list(pin_versions(wanted, CONSTRAINTS.read_text(encoding="utf-8"), torch))
     target = ["--only-binary=:all:", "--implementation=cp", f"--python-version={python}", *PLATFORMS]
     with TemporaryDirectory(dir=out.parent) as name:
