@@ -428,6 +428,9 @@ def test_item_memory_needs_gain_and_half_of_the_gallery(tmp_path: Path) -> None:
     old, new, gallery = write_arrays(tmp_path, old=pairs.old_Nd, new=pairs.new_ND, gallery=np.tile(pairs.old_Nd, (3, 1)))
     said = run_map(old, new, tmp_path / "out", "--gallery", gallery, "--remember-items", "--allow-worse")[1]
     assert "they are 33 % of the gallery" in said, said
+    others = write_arrays(tmp_path, others=replace(made(seed=3), labels_N=None).old_Nd)[0]
+    said = run_map(old, new, tmp_path / "out", "--gallery", others, "--remember-items", "--allow-worse", "--overwrite")[1]
+    assert "not tried: they are 0 % of the gallery" in said, "as many items, but other ones"
     assert AutoModel.from_pretrained(tmp_path / "out" / "model").memory is None
 
 

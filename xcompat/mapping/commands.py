@@ -20,7 +20,7 @@ from xcompat.mapping.candidates import GUESS, LINES, Candidate, CandidateParts, 
 from xcompat.mapping.choice_report import as_json, choice_table, describe_choice
 from xcompat.mapping.cleaning import drop_wrong_pairs
 from xcompat.mapping.confidence import Calibration
-from xcompat.mapping.domain import describe_shift, read_gallery_vectors
+from xcompat.mapping.domain import describe_shift, measure_known_share, read_gallery_vectors
 from xcompat.mapping.folds import Searched
 from xcompat.mapping.from_texts import TextPairs, pairs_of_texts, read_stored_sides
 from xcompat.mapping.imported_maps import IMPORTED, ImportedMap, read_imported
@@ -103,7 +103,7 @@ def map_embeddings(asked: MapRequest) -> bool:
     seconds: dict[str, float] = {}
     with stage("read" if texts is None else "embed", seconds):
         paired, old = _read_pairs(asked, remembering)
-        found, dropped = _drop_wrong_pairs(_compare_with_gallery(paired, asked.gallery), asked.seed)
+        found, dropped = _drop_wrong_pairs(_compare_with_gallery(paired, asked.gallery, asked.remember_items), asked.seed)
     pairs, new = found.pairs, _new_model(asked.new_model, found)
     described = old.describe_old() if old is not None else _describe_old(old_name, asked.old, pairs.dims[1])
     encoder = new.describe_encoder() if new is not None else None
@@ -162,8 +162,11 @@ def _print_refusal(asked: MapRequest, decided: _Decision) -> None:
     console.print(_REFUSED.format(reason=_NO_EVIDENCE if is_unlabelled else _WORSE) + kept, soft_wrap=True)
 
 
-def _compare_with_gallery(found: TextPairs, gallery: Path | None) -> TextPairs:
-    """Add the gallery's size to the pairs, and a warning to their notes if they are unlike the gallery."""
+def _compare_with_gallery(found: TextPairs, gallery: Path | None, remembers: bool) -> TextPairs:
+    """Add the gallery's size to the pairs, and a warning to their notes if they are unlike the gallery.
+
+    For a memory of all items, also look for the gallery's vectors among the pairs.
+    """
     if gallery is None:
         return found
     pairs = found.pairs
@@ -171,7 +174,8 @@ def _compare_with_gallery(found: TextPairs, gallery: Path | None) -> TextPairs:
     vectors, n_stored = read_gallery_vectors(gallery)
     notes = (*pairs.notes, *describe_shift(items.old_Nd, vectors, str(gallery)))
     if isinstance(pairs, PairedEmbeddings):
-        return replace(found, pairs=replace(pairs, notes=notes, n_stored=n_stored))
+        known_share = measure_known_share(items.old_Nd, vectors) if remembers else pairs.known_share
+        return replace(found, pairs=replace(pairs, notes=notes, n_stored=n_stored, known_share=known_share))
     return replace(found, pairs=replace(pairs, notes=notes))
 
 

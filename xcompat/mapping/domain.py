@@ -15,6 +15,9 @@ FAR = 0.1
 """A larger shift draws a warning. On SciFact and Cranfield it is below 0.01 for random samples, above 0.2 for other domains."""
 COMPARED = 20_000
 """Most rows to compare per side."""
+SOUGHT, ALIKE = 300, 0.9
+"""Gallery vectors to look for among the pairs, and the least cosine of an item with itself in an index of short codes."""
+_BLOCK = 16_384
 
 
 def measure_shift(pairs_Nd: Rows, gallery_Gd: Rows) -> float:
@@ -36,6 +39,25 @@ def measure_shift(pairs_Nd: Rows, gallery_Gd: Rows) -> float:
     variance = float(gallery_nd.var(0).sum())
     distance = float(((pairs_nd.mean(0) - gallery_nd.mean(0)) ** 2).sum())
     return distance / max(variance, float(np.finfo(np.float32).tiny)) - 1 / len(pairs_nd) - 1 / len(gallery_nd)
+
+
+def measure_known_share(pairs_Nd: Rows, gallery_Gd: Rows) -> float:
+    """Return the share of the gallery's vectors that are among the pairs, from a sample.
+
+    Args:
+        pairs_Nd: the pairs' old embeddings.
+        gallery_Gd: stored gallery embeddings.
+
+    Example:
+        >>> measure_known_share(np.eye(4)[:1], np.eye(4))
+        0.25
+    """
+    sought_Sd = normalise_rows(copy_rows(gallery_Gd, _spread(np.arange(len(gallery_Gd)), SOUGHT)))
+    nearest_S = np.full(len(sought_Sd), -1.0, np.float32)
+    for start in range(0, len(pairs_Nd), _BLOCK):
+        block_nd = normalise_rows(copy_rows(pairs_Nd, np.arange(start, min(start + _BLOCK, len(pairs_Nd)))))
+        nearest_S = np.maximum(nearest_S, (sought_Sd @ block_nd.T).max(axis=1))
+    return float((nearest_S >= ALIKE).mean())
 
 
 def describe_shift(pairs_Nd: Rows, gallery_Gd: Rows, name: str) -> tuple[str, ...]:

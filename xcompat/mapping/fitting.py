@@ -23,7 +23,7 @@ from xcompat.mapping.candidates import GUESS, LINES, CandidateParts, Paired, fit
 from xcompat.mapping.choice_report import as_json, choice_html, describe_choice
 from xcompat.mapping.cleaning import drop_wrong_pairs
 from xcompat.mapping.commands import require_dim
-from xcompat.mapping.domain import describe_shift, read_gallery_vectors
+from xcompat.mapping.domain import describe_shift, measure_known_share, read_gallery_vectors
 from xcompat.mapping.item_labels import read_item_labels
 from xcompat.mapping.paired import PairedEmbeddings, load_paired
 from xcompat.mapping.selection import Choice
@@ -155,7 +155,7 @@ def fit_map(
     """
     pairs, texts = _pairs(old, new, labels, texts)
     if gallery is not None:
-        pairs = _compare_with_gallery(pairs, gallery)
+        pairs = _compare_with_gallery(pairs, gallery, remember_items)
     right = drop_wrong_pairs(pairs, seed)
     if texts is not None and right.rows_R is not None:
         texts = [texts[row] for row in right.rows_R.tolist()]
@@ -177,7 +177,7 @@ def fit_map(
     return FittedMap(model, choice, right.dropped)
 
 
-def _compare_with_gallery(pairs: Paired, gallery: ArrayLike | Tensor | str | Path) -> Paired:
+def _compare_with_gallery(pairs: Paired, gallery: ArrayLike | Tensor | str | Path, remembers: bool) -> Paired:
     """Add the gallery's size to the pairs; warn if they are unlike the gallery."""
     if isinstance(gallery, str | Path):
         stored_nd, n_stored = read_gallery_vectors(parse_place(str(gallery)))
@@ -187,7 +187,10 @@ def _compare_with_gallery(pairs: Paired, gallery: ArrayLike | Tensor | str | Pat
     items = pairs if isinstance(pairs, PairedEmbeddings) else pairs.images
     for warning in describe_shift(items.old_Nd, stored_nd, "the gallery"):
         notice(warning.removeprefix("! "))
-    return replace(pairs, n_stored=n_stored) if isinstance(pairs, PairedEmbeddings) else pairs
+    if not isinstance(pairs, PairedEmbeddings):
+        return pairs
+    known_share = measure_known_share(items.old_Nd, stored_nd) if remembers else pairs.known_share
+    return replace(pairs, n_stored=n_stored, known_share=known_share)
 
 
 def _describe_by_name(old: object, name: str | None, dim: int) -> dict[str, object]:

@@ -40,6 +40,7 @@ class PairedEmbeddings:
         labels_N: int64 classes, or None.
         notes: sentences for the user about the join.
         n_stored: number of usable embeddings on the old side, pairs or not; None if both models embedded the items.
+        known_share: share of the gallery's vectors that are among the pairs, if they were compared.
     """
 
     new_ND: Rows
@@ -47,6 +48,7 @@ class PairedEmbeddings:
     labels_N: NDArray[np.int64] | None = None
     notes: tuple[str, ...] = ()
     n_stored: int | None = None
+    known_share: float = 1.0
     direction: ClassVar[Direction] = "new_to_old"
 
     def __len__(self) -> int:
@@ -64,7 +66,7 @@ class PairedEmbeddings:
     @property
     def coverage(self) -> float:
         """Share of the stored items that are in the pairs; 1 if both models embedded the items."""
-        return min(1.0, len(self) / self.n_stored) if self.n_stored is not None else 1.0
+        return min(self.known_share, len(self) / self.n_stored) if self.n_stored is not None else self.known_share
 
     def together(self) -> PairedEmbeddings:
         """Return all items as a single set."""
