@@ -48,7 +48,7 @@ MISTAKES = {
     "gallery doctor gallery --model enc --images empty": NO_ITEMS,
     "gallery search index.faiss shoe --model own --ids short.txt": "index.faiss holds 4 vectors, but there are 2 ids",
     "gallery search gallery shoe --model own --rerank 5 --originals empty": NO_ITEMS,
-    "evaluate --old bare --new short.txt --map own": "short.txt is a file; choose a folder of embeddings",
+    "evaluate --old bare --new short.txt --map own": "short.txt is not a file of embeddings; use a faiss index, a gallery",
     "serve index.faiss --model own --ids short.txt": "index.faiss holds 4 vectors, but there are 2 ids",
     "serve index.faiss --model own --images photos --ids short.txt": "index.faiss holds 4 vectors, but there are 2 ids",
     "serve gallery --model own --port PORT": "cannot listen at 127.0.0.1:",

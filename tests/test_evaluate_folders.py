@@ -87,7 +87,7 @@ def test_what_cannot_be_judged_is_refused_before_anything_is_read(
     code, _, err = run_xcompat(*asked, "--new-own", new, "--require-compatible")
     assert code == 2 and "--require-compatible needs classes, captions or judgements" in err
     code, _, err = run_xcompat("evaluate", "--old", tmp_path / "odl", "--new", new, "--out", tmp_path / "out")
-    assert code == 2 and "odl does not exist; choose a folder of embeddings" in err
+    assert code == 2 and "odl does not exist; choose embeddings, e.g. a file or a folder" in err
     (old / "labels.txt").write_text("a\n")
     code, _, err = run_xcompat(*asked)
     assert code == 2 and "labels.txt has 1 lines for 120 images; the counts must be equal" in err

@@ -77,7 +77,7 @@ MISTAKES = {
     "evaluate own": "set --data to test images with captions or classes for own",
     "evaluate own --data nowhere/x.csv": "nowhere/x.csv does not exist",
     "evaluate own --data images --output ended": "ended already contains the report of a recipe; choose another --out",
-    "evaluate --new empty": "--new needs --old, the folder of the old model's embeddings",
+    "evaluate --new empty": "--new needs --old, the old model's embeddings",
     "evaluate --old empty --new empty": "empty lacks image_embeds.npy; it must contain image_embeds.npy, image_ids.txt",
     "evaluate --old images --new images": "images contains images without classes or texts, so relevant hits are unknown",
     "evaluate --old empty --new empty --qrels nowhere": "judgements file nowhere does not exist",

@@ -7,7 +7,7 @@ import os
 import sys
 import warnings
 from pathlib import Path
-from typing import Annotated, Literal, NoReturn
+from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
 
 import typer
 from rich.console import Console
@@ -23,13 +23,19 @@ from xcompat.cli.options import (
     Engine,
     GpusPerWorker,
     IndexIds,
+    ItemClasses,
+    JudgedOld,
     MemoryParts,
+    OldIds,
+    OldThreshold,
     Overrides,
     PricePerMillion,
     RequestsPerMinute,
+    RerankedHits,
     RerankingCommand,
+    VectorIds,
+    VectorName,
     WorkerCount,
-    parse_hit_count,
 )
 from xcompat.cli.quickstart import app as quickstart_app
 from xcompat.cli.quickstart import demo
@@ -38,6 +44,9 @@ from xcompat.core import failures
 from xcompat.core.distributed import end_processes
 from xcompat.core.errors import InterruptedRunError, XcompatError
 from xcompat.core.progress import announce_loading, console, silence_libraries
+
+if TYPE_CHECKING:
+    from xcompat.report import Report
 
 INTERRUPTED = 130  # exit code of shells and Typer after Ctrl-C
 
@@ -65,23 +74,6 @@ DryRun = Annotated[
     bool,
     typer.Option(
         "--dry-run", help="Check the recipe with tiny random models, and list missing paths. Nothing is downloaded or written."
-    ),
-]
-RerankedHits = Annotated[
-    int | None,
-    typer.Option(
-        "--rerank",
-        parser=parse_hit_count,
-        metavar="[K]",
-        help="Also measure re-ranking of the first K hits with the new model. Without K: the number chosen with the map, or 20.",
-    ),
-]
-OldThreshold = Annotated[
-    float | None,
-    typer.Option(
-        "--threshold",
-        metavar="COSINE",
-        help="Current score threshold (cosine). The report contains the equivalent threshold for the new model.",
     ),
 ]
 RecipeFile = Annotated[Path, typer.Argument(metavar="RECIPE", help="YAML file, e.g. recipes/fashion/xbt.yaml.")]
@@ -149,20 +141,6 @@ MemoryCodec = Annotated[
         "entries."
     ),
 ]
-OldIds = Annotated[
-    Path | None,
-    typer.Option(
-        help="Text file with an id per line, for the rows of --old. Needed when --old has no ids. With --images, ids are file "
-        "names."
-    ),
-]
-ItemClasses = Annotated[
-    Path | None,
-    typer.Option(
-        help="Classes of the items: a text file with a class per line in the order of --old, a table with ids and classes, or "
-        "labelled images (a folder per class, or shards)."
-    ),
-]
 OriginalImages = Annotated[
     Path | None,
     typer.Option(help="Original images (a folder or shards), to embed with the model in --new or --old."),
@@ -180,9 +158,6 @@ RememberItems = Annotated[
         "--remember-items",
         help="Also try a query memory with an entry per item. The pairs must cover at least half of the gallery.",
     ),
-]
-VectorName = Annotated[
-    str | None, typer.Option(help="Column or named vector with embeddings. Default: a column with a usual name, e.g. embedding.")
 ]
 MapDirection = Annotated[
     Literal["new_to_old", "old_to_new"],
@@ -245,7 +220,7 @@ def map_(
     max_bad_share: BadVectorShare = None,
     allow_worse: AllowWorse = False,
     gallery: SearchedVectors = None,
-    id_column: Annotated[str | None, typer.Option(help="Column with ids. Default: a usual name, e.g. id or doc_id.")] = None,
+    id_column: VectorIds = None,
     vector_name: VectorName = None,
     direction: MapDirection = "new_to_old",
     sample: SampleSize = None,
@@ -351,42 +326,40 @@ def evaluate(
     target: Annotated[Path | None, typer.Argument(help="Recipe, run folder, or checkpoint.")] = None,
     overrides: Overrides = None,
     data: Annotated[Path | None, typer.Option(help="Test images for a checkpoint.")] = None,
-    old: Annotated[str | None, typer.Option(help="Old model, or a folder with embeddings by the old model (.npy).")] = None,
-    new: Annotated[Path | None, typer.Option(help="Folder with new embeddings mapped to the old space.")] = None,
-    new_own: Annotated[Path | None, typer.Option(help="Folder with embeddings by the new model, before any map.")] = None,
-    independent: Annotated[Path | None, typer.Option(help="Folder with embeddings by the new model before training.")] = None,
+    old: JudgedOld = None,
+    new: Annotated[str | None, typer.Option(help="New embeddings mapped to the old space, in the same formats.")] = None,
+    new_own: Annotated[str | None, typer.Option(help="Embeddings by the new model, before any map.")] = None,
+    independent: Annotated[str | None, typer.Option(help="Embeddings by the new model before training.")] = None,
+    ids: OldIds = None,
+    labels: ItemClasses = None,
+    id_column: VectorIds = None,
+    vector_name: VectorName = None,
     qrels: Annotated[Path | None, typer.Option(help="Relevance judgements for --old and --new, in TREC or BEIR format.")] = None,
-    by_map: Annotated[
-        Path | None, typer.Option("--map", help="Map to apply to --new, which then contains embeddings by the new model.")
-    ] = None,
+    by_map: Annotated[Path | None, typer.Option("--map", help="Map to apply to --new, then embeddings by the new model.")] = None,
     output: Annotated[Path | None, typer.Option("--out", "--output", help="Output folder for the report.")] = None,
     rerank: RerankedHits = None,
     threshold: OldThreshold = None,
     require_compatible: Annotated[bool, typer.Option(help="Exit with code 1 unless the new model is compatible.")] = False,
     max_bad_share: BadVectorShare = None,
 ) -> None:
-    """Evaluate a recipe, a checkpoint, or folders of embeddings, and write a report.
+    """Evaluate a recipe, a checkpoint, or embeddings, and write a report.
 
     For a checkpoint, KEY=VALUE describes the images of --data. caption_column=NAME: images with captions. label_column=NAME,
     classes=FILE or class_column=NAME: images with classes. gallery=PATH: gallery images, by default the test images.
 
-    Folders of embeddings are judged by --qrels, captions, the ids of queries, or labels.txt. Otherwise the report contains the
-    agreement with the new model.
+    Embeddings are judged by --qrels, captions, the ids of queries, or classes. Otherwise the report contains the agreement with
+    the new model.
     """
-    from xcompat.training.embedding_folders import judged_folders, require_folders, require_testable, target_kind
+    from xcompat.training.embedding_folders import require_testable, target_kind
 
     typed = {each.opts[0]: context.params[each.name] for each in context.command.params if each.name in context.params}
     named = {option: value for option, value in typed.items() if option.startswith("--") and option != "--require-compatible"}
     kind = target_kind(target, overrides or [], named)
-    if new is not None and old is not None:
-        place = output or Path("runs/evaluation")
-        require_folders(judged_folders(Path(old), new, new_own, independent, by_map), qrels, place, require_compatible)
-        with announce_loading(by_map):
-            from xcompat.training.evaluate_command import evaluate_embeddings, evaluation_settings
-        from xcompat.vectors.checks import BAD_SHARE
-
-        share, settings = BAD_SHARE if max_bad_share is None else max_bad_share, evaluation_settings(rerank, threshold)
-        report = evaluate_embeddings(Path(old), new, new_own, independent, place, qrels, by_map, share, settings)
+    if kind == "embeddings":
+        asked = qrels, by_map, output or Path("runs/evaluation"), max_bad_share, require_compatible
+        report = _evaluate_sides(
+            (old, new, new_own, independent), (ids, id_column, vector_name, labels), (rerank, threshold), *asked
+        )
     elif target is not None and kind == "checkpoint":
         place = output or target / "evaluation"
         require_testable(target, data, place)
@@ -406,6 +379,34 @@ def evaluate(
         report = evaluate_recipe(target, overrides or [])
     if require_compatible and not report.criterion.backward_compatible:
         raise typer.Exit(1)
+
+
+def _evaluate_sides(
+    sides: tuple[str | None, ...],
+    read: tuple[Path | None, str | None, str | None, Path | None],
+    measured: tuple[int | None, float | None],
+    qrels: Path | None,
+    by_map: Path | None,
+    place: Path,
+    max_bad_share: float | None,
+    needs_relevance: bool,
+) -> Report:
+    """Evaluate embeddings: old, new, new before a map, and new without training."""
+    from xcompat.stores.places import Reading, parse_place
+    from xcompat.training.embedding_folders import judged_folders, require_folders
+    from xcompat.vectors import Columns
+
+    ids, id_column, vector_name, labels = read
+    reading = Reading(ids, Columns(id_column, vector_name), labels)
+    old, new, new_own, independent = (parse_place(each) if each is not None else None for each in sides)
+    assert old is not None and new is not None, "checked before"
+    require_folders(judged_folders(old, new, new_own, independent, by_map), qrels, place, needs_relevance, reading)
+    with announce_loading(by_map):
+        from xcompat.training.evaluate_command import evaluate_embeddings, evaluation_settings
+    from xcompat.vectors.checks import BAD_SHARE
+
+    share, settings = BAD_SHARE if max_bad_share is None else max_bad_share, evaluation_settings(*measured)
+    return evaluate_embeddings(old, new, new_own, independent, place, qrels, by_map, share, settings, reading)
 
 
 @app.command()

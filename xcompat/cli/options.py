@@ -34,6 +34,24 @@ IndexIds = Annotated[
         help="Text file with the ids of a faiss index, one per line. Default: a file beside the index, or the ids in the index."
     ),
 ]
+OldIds = Annotated[
+    Path | None,
+    typer.Option(
+        help="Text file with an id per line, for the rows of --old. Needed when --old has no ids. With --images, ids are file "
+        "names."
+    ),
+]
+ItemClasses = Annotated[
+    Path | None,
+    typer.Option(
+        help="Classes of the items: a text file with a class per line in the order of --old, a table with ids and classes, or "
+        "labelled images (a folder per class, or shards)."
+    ),
+]
+VectorName = Annotated[
+    str | None, typer.Option(help="Column or named vector with embeddings. Default: a column with a usual name, e.g. embedding.")
+]
+VectorIds = Annotated[str | None, typer.Option("--id-column", help="Column with ids. Default: a usual name, e.g. id or doc_id.")]
 EmbedWith = Annotated[
     str | None,
     typer.Option(metavar="MODULE:FUNCTION", help="Python function to embed a list of texts, e.g. with an embedding API."),
@@ -183,6 +201,29 @@ ManyQueries = Annotated[
     typer.Option(
         metavar="SOURCE",
         help="Many queries: texts (a text per line or row), images, or embeddings (.npy, Parquet, JSON lines).",
+    ),
+]
+JudgedOld = Annotated[
+    str | None,
+    typer.Option(
+        help="Old embeddings: faiss index, gallery, database address, file or folder. For a checkpoint, also the old model."
+    ),
+]
+RerankedHits = Annotated[
+    int | None,
+    typer.Option(
+        "--rerank",
+        parser=parse_hit_count,
+        metavar="[K]",
+        help="Also measure re-ranking of the first K hits with the new model. Without K: the number chosen with the map, or 20.",
+    ),
+]
+OldThreshold = Annotated[
+    float | None,
+    typer.Option(
+        "--threshold",
+        metavar="COSINE",
+        help="Current score threshold (cosine). The report contains the equivalent threshold for the new model.",
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON to stdout, and messages to stderr.")]

@@ -77,6 +77,16 @@ def holds_embeddings(path: Place) -> bool:
     return is_stored or any(stored_at(path / f"{kind}_embeds") is not None for kind in KINDS)
 
 
+def holds_one_kind(path: Place) -> bool:
+    """Return whether a path holds items of a single kind that it does not record: anything but a folder with ``KIND_embeds``."""
+    return holds_embeddings(path) and (isinstance(path, StoreAddress) or not kinds_in(path))
+
+
+def kinds_in(folder: Path) -> list[str]:
+    """Return the kinds of items in a folder, also of those without ids or embeddings."""
+    return [kind for kind in KINDS if stored_at(folder / f"{kind}_embeds") or (folder / f"{kind}_ids.txt").exists()]
+
+
 def read_sides(path: Place, max_bad_share: float = BAD_SHARE, reading: Reading | None = None) -> dict[str, Side]:
     """Read a model's embeddings.
 
@@ -122,7 +132,7 @@ def require_side(path: Place) -> list[str]:
         return []
     if is_gallery(path) or is_index(path):
         return []
-    kinds = [kind for kind in KINDS if stored_at(path / f"{kind}_embeds") is not None or (path / f"{kind}_ids.txt").exists()]
+    kinds = kinds_in(path)
     if kinds or (path.is_dir() and not is_table(path)):
         kinds = kinds or [KINDS[0]]
         for kind in kinds:

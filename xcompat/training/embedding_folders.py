@@ -13,8 +13,9 @@ from xcompat.data.judgements import require_qrels
 from xcompat.data.sources import local_files
 from xcompat.encoders.model_files import is_xcompat_model
 from xcompat.mapping.folds import NEIGHBOURS
-from xcompat.mapping.sides import LABELS
+from xcompat.mapping.sides import ITEM, LABELS, holds_one_kind, kinds_in, require_side
 from xcompat.report import require_report_place
+from xcompat.stores.places import READ_AS_IT_IS, Place, Reading, require_reading
 from xcompat.training.record import EVALUATED, find_model
 from xcompat.vectors import read_vectors
 from xcompat.vectors.formats import KINDS, is_table, stored_at
@@ -27,8 +28,8 @@ RUN_FILES = ("recipe.yaml", "report", "report.json")
 Kind = Literal["embeddings", "recipe", "run", "checkpoint"]
 APPLICABLE_OPTIONS: dict[Kind, tuple[str, ...]] = {
     "embeddings": (
-        *("--old", "--new", "--new-own", "--independent", "--qrels", "--map", "--out", "--max-bad-share"),
-        *("--rerank", "--threshold"),
+        *("--old", "--new", "--new-own", "--independent", "--qrels", "--labels", "--map", "--out", "--max-bad-share"),
+        *("--ids", "--id-column", "--vector-name", "--rerank", "--threshold"),
     ),
     "recipe": (),
     "run": (),
@@ -57,7 +58,7 @@ def target_kind(target: Path | None, overrides: Sequence[str], options: Mapping[
     given = [option for option, value in options.items() if value is not None]
     if "--new" in given:
         if "--old" not in given:
-            raise XcompatError("--new needs --old, the folder of the old model's embeddings")
+            raise XcompatError("--new needs --old, the old model's embeddings")
         if "--rerank" in given and not {"--map", "--new-own"} & {*given}:
             raise XcompatError("--rerank needs the new model's own embeddings: add their folder with --new-own")
         kind: Kind = "embeddings"
@@ -80,9 +81,9 @@ def target_kind(target: Path | None, overrides: Sequence[str], options: Mapping[
 
 
 def judged_folders(
-    old: Path, new: Path, new_own: Path | None, independent: Path | None, by_map: Path | None
-) -> dict[str, Path | None]:
-    """Return folders of embeddings by role.
+    old: Place, new: Place, new_own: Place | None, independent: Place | None, by_map: Path | None
+) -> dict[str, Place | None]:
+    """Return folders or other places with embeddings by role.
 
     Raises:
         XcompatError: ``by_map`` has no model, or ``new_own`` is also set.
@@ -110,66 +111,70 @@ class Evidence(NamedTuple):
     described: str
 
 
-def choose_evidence(folders: Mapping[str, Path | None], qrels: Path | None = None) -> Evidence:
-    """Choose the evidence of folders with embeddings, and raise if a folder lacks files.
+def choose_evidence(folders: Mapping[str, Place | None], qrels: Path | None = None, labels: Path | None = None) -> Evidence:
+    """Choose the evidence of embeddings, and raise if a folder lacks files.
 
     Args:
         folders: by role, as in :func:`judged_folders`.
         qrels: judgements, if any.
+        labels: source of classes, if any.
 
     Raises:
         XcompatError: a file is missing, or there is no evidence.
     """
-    given = {role: folder for role, folder in folders.items() if folder is not None}
-    for folder in given.values():
-        if folder.is_file():
-            raise XcompatError(f"{folder} is a file; choose a folder of embeddings, e.g. with image_embeds.npy and image_ids.txt")
-        if not folder.is_dir():
-            raise MissingPathError(f"{folder} does not exist; choose a folder of embeddings ({nearest_path(folder)})")
-    found = _choose_evidence(given, qrels)
+    given = {role: place for role, place in folders.items() if place is not None}
+    for place in given.values():
+        if isinstance(place, Path) and not place.exists():
+            raise MissingPathError(f"{place} does not exist; choose embeddings, e.g. a file or a folder ({nearest_path(place)})")
+        if holds_one_kind(place):
+            require_side(place)
+            if qrels is not None:
+                raise XcompatError(f"--qrels needs folders with query_embeds and text_embeds, but {place} is not such a folder")
+    found = _choose_evidence(given, qrels, labels)
     for role, folder in given.items():
+        if not isinstance(folder, Path) or holds_one_kind(folder):
+            continue
         needs_texts = role != "new_view" or stored_at(folder / "text_embeds") is not None  # mapped queries need no passages
         has_queries = found.kind in ("judgements", "answers")
         require_files(folder, found.items if needs_texts or not has_queries else ("query",))
     if found.kind == "agreement" and "new" not in given:
         raise XcompatError(
             f"{given['old']} contains {found.items[0]}s without classes or texts, so relevant hits are unknown: add {LABELS} (a "
-            "class per line), captions (text_embeds.npy, and text_ids.txt with the id of the image each describes) or --qrels; "
-            "or add the new model's own embeddings (--new-own, or --map) to measure its agreement"
+            "class per line) or --labels, captions (text_embeds.npy, and text_ids.txt with the id of each one's image) or "
+            "--qrels; or add the new model's own embeddings (--new-own, or --map) to measure its agreement"
         )
     return found
 
 
-def _choose_evidence(given: Mapping[str, Path], qrels: Path | None) -> Evidence:
+def _choose_evidence(given: Mapping[str, Place], qrels: Path | None, labels: Path | None) -> Evidence:
     old = given["old"]
     if qrels is not None:
         return Evidence("judgements", ("query", "text"), f"Evidence: judgements in {qrels}.")
-    kinds = _kinds(old)
-    if "image" in kinds and any("text" in _kinds(folder) for folder in given.values()):
+    kinds_of = [kinds_in(place) if isinstance(place, Path) and not holds_one_kind(place) else [] for place in given.values()]
+    kinds, unused = kinds_of[0], ""  # the old model comes first
+    tells_kinds = labels is None and not any(map(holds_one_kind, given.values()))
+    if tells_kinds and "image" in kinds and any("text" in others for others in kinds_of):
         return Evidence(
             "captions", ("image", "text"), "Evidence: captions, each of which should find its image, and images theirs."
         )
-    unused = ""
-    if {"query", "text"} <= set(kinds):
+    if tells_kinds and isinstance(old, Path) and {"query", "text"} <= set(kinds):
         if not set(read_ids(old, "query")).isdisjoint(read_ids(old, "text")):
             return Evidence("answers", ("query", "text"), "Evidence: ids of queries, each the id of the text that answers it.")
         unused = " The queries are not used, because none has the id of a text: add --qrels to judge them."
-    item = "text" if "text" in kinds else kinds[0] if kinds else "image"
-    labelled = next((folder for folder in given.values() if (folder / LABELS).is_file()), None)
-    if labelled is not None:
-        return Evidence("classes", (item,), f"Evidence: classes in {labelled / LABELS}.{unused}")
+    unknown = ITEM if all(map(holds_one_kind, given.values())) else KINDS[0]
+    item = next((kind for kinds in kinds_of for kind in KINDS if kind in kinds), unknown)
+    beside = next((place / LABELS for place in given.values() if isinstance(place, Path) and (place / LABELS).is_file()), None)
+    if labels is not None and beside is not None:
+        raise XcompatError(f"{beside} has classes already; remove it, or --labels")
+    if (source := labels or beside) is not None:
+        return Evidence("classes", (item,), f"Evidence: classes in {source}.{unused}")
     return Evidence(
         "agreement",
         (item,),
         f"Evidence: agreement with the new model. Relevant are the {NEIGHBOURS} items that it finds nearest, so its own vectors "
-        f"find them all. This does not show that new queries find as much as old ones: add {LABELS}, captions or "
-        f"--qrels.{unused}",
+        f"find them all. This does not show that new queries find as much as old ones: add classes (--labels or {LABELS}), "
+        f"captions or --qrels.{unused}",
     )
-
-
-def _kinds(folder: Path) -> list[str]:
-    """Return the kinds of embeddings in a folder, also of those without ids or embeddings."""
-    return [kind for kind in KINDS if stored_at(folder / f"{kind}_embeds") or (folder / f"{kind}_ids.txt").exists()]
 
 
 def read_ids(folder: Path, kind: str) -> list[str]:
@@ -180,22 +185,29 @@ def read_ids(folder: Path, kind: str) -> list[str]:
     return (read_vectors(place).ids or []) if place is not None and is_table(place) else []
 
 
-def require_folders(folders: Mapping[str, Path | None], qrels: Path | None, output: Path, needs_relevance: bool) -> None:
-    """Raise if a folder lacks embeddings or ids, or relevant hits are needed and unknown.
+def require_folders(
+    folders: Mapping[str, Place | None], qrels: Path | None, output: Path, needs_relevance: bool, reading: Reading = READ_AS_IT_IS
+) -> None:
+    """Raise if a place lacks embeddings or ids, or relevant hits are needed and unknown.
 
     Args:
         folders: by role, as in :func:`~xcompat.training.evaluate_command.evaluate_embeddings`.
         qrels: judgements, if any.
         output: report folder.
         needs_relevance: whether ``--require-compatible`` is set.
+        reading: column names, a file with the old ids, and a source of classes.
 
     Raises:
-        XcompatError: a file is missing.
+        XcompatError: a file or a name is missing.
     """
     require_output(output)
     if qrels is not None:
         require_qrels(str(qrels))
-    if choose_evidence(folders, qrels).kind == "agreement" and needs_relevance:
+    if reading.labels is not None:
+        local_files(str(reading.labels))
+    evidence = choose_evidence(folders, qrels, reading.labels)
+    require_reading([place for place in folders.values() if place is not None], reading)
+    if evidence.kind == "agreement" and needs_relevance:
         old = folders["old"]
         raise XcompatError(f"--require-compatible needs classes, captions or judgements of {old}; add them, or remove it")
 

@@ -23,6 +23,7 @@ from xcompat.models import CompatModel
 from xcompat.models.embedder import Embedder, is_checkpoint, load_checkpoint, load_embedder
 from xcompat.report import Report, ReportContent, load_report, print_report, report_file, write_report
 from xcompat.report.wording import EVIDENCE
+from xcompat.stores.places import READ_AS_IT_IS, Place, Reading
 from xcompat.training.embedding_folders import (
     NO_CHECKPOINT,
     choose_evidence,
@@ -176,20 +177,21 @@ def _source(kind: type[Source], given: dict[str, Any], where: str) -> Source:
 
 
 def evaluate_embeddings(
-    old: Path,
-    new: Path,
-    new_own: Path | None,
-    independent: Path | None,
+    old: Place,
+    new: Place,
+    new_own: Place | None,
+    independent: Place | None,
     output: Path,
     qrels: Path | None = None,
     by_map: Path | None = None,
     max_bad_share: float = BAD_SHARE,
     settings: EvaluationSettings | None = None,
+    reading: Reading = READ_AS_IT_IS,
 ) -> Report:
     """Evaluate embeddings made elsewhere.
 
-    Each folder contains ``image_embeds.npy`` and ``text_embeds.npy``, and an id per line in ``image_ids.txt`` and
-    ``text_ids.txt``:
+    Each place is a file, index, gallery or database (:func:`~xcompat.stores.places.read_place`), or a folder. A folder contains
+    ``image_embeds.npy`` and ``text_embeds.npy``, and an id per line in ``image_ids.txt`` and ``text_ids.txt``:
 
     - Captions have the id of their image.
     - With ``qrels``, queries replace images, and texts are passages. Mapped queries need no passages.
@@ -207,6 +209,7 @@ def evaluate_embeddings(
         by_map: folder of a query map for ``new``.
         max_bad_share: maximum share of rows without a usable embedding.
         settings: evaluation settings, or None.
+        reading: column names, a file with the old ids, and a source of classes.
 
     Returns:
         The report.
@@ -216,8 +219,8 @@ def evaluate_embeddings(
     """
     require_output(output)
     folders = judged_folders(old, new, new_own, independent, by_map)
-    evidence = choose_evidence(folders, qrels)
-    loaded = load_folders(folders, evidence, qrels, max_bad_share)
+    evidence = choose_evidence(folders, qrels, reading.labels)
+    loaded = load_folders(folders, evidence, qrels, max_bad_share, reading)
     settings = settings or EvaluationSettings()
     if by_map is not None:
         silence_libraries()

@@ -10,18 +10,20 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from xcompat.core.arrays import normalise_rows
+from xcompat.core.arrays import copy_rows, normalise_rows
 from xcompat.core.errors import XcompatError
 from xcompat.core.fingerprint import Fingerprint
+from xcompat.core.progress import notice
 from xcompat.data import read_qrels
 from xcompat.evaluation import EmbeddedImages, EmbeddedPairs, EmbeddedTexts
 from xcompat.evaluation.cases import IMAGE_TO_IMAGE, TEXT_TO_TEXT
 from xcompat.evaluation.graded import Qrels
 from xcompat.mapping.folds import HELD_OUT, NEIGHBOURS, QUERIES
-from xcompat.mapping.item_labels import read_labels
+from xcompat.mapping.item_labels import read_item_labels, read_labels
 from xcompat.mapping.sides import LABELS
+from xcompat.stores.places import READ_AS_IT_IS, Place, Reading
 from xcompat.training.embedding_folders import Evidence, read_ids, require_files
-from xcompat.training.item_embeddings import read_embeddings
+from xcompat.training.item_embeddings import are_row_numbers, read_embeddings
 from xcompat.vectors.checks import BAD_SHARE
 from xcompat.vectors.formats import stored_at
 
@@ -31,7 +33,11 @@ FEWEST = 40
 
 
 def load_folders(
-    folders: Mapping[str, Path | None], evidence: Evidence, qrels: Path | None, max_bad_share: float
+    folders: Mapping[str, Place | None],
+    evidence: Evidence,
+    qrels: Path | None,
+    max_bad_share: float,
+    reading: Reading = READ_AS_IT_IS,
 ) -> dict[str, Any]:
     """Read the embeddings of all models.
 
@@ -40,6 +46,7 @@ def load_folders(
         evidence: result of :func:`~xcompat.training.embedding_folders.choose_evidence`.
         qrels: judgements, if any.
         max_bad_share: maximum share of rows without a usable embedding.
+        reading: column names, a file with the old ids, and a source of classes.
 
     Returns:
         Role -> embeddings.
@@ -47,23 +54,41 @@ def load_folders(
     Raises:
         XcompatError: a file is damaged, or counts differ.
     """
-    given = {role: folder for role, folder in folders.items() if folder is not None}
+    given = {role: place for role, place in folders.items() if place is not None}
+    if len(evidence.items) == 1:
+        return _load_one_kind(given, evidence, max_bad_share, reading)
+    paths = {role: place for role, place in given.items() if isinstance(place, Path)}  # others hold a single kind
+    if reading.ids is not None:
+        raise XcompatError(f"{given['old']} has ids of its own; remove --ids")
     if evidence.kind == "captions":
         loaded: dict[str, Any] = {}
-        for role, folder in given.items():
+        for role, folder in paths.items():
             loaded[role] = load_embedding_folder(folder, max_bad_share, loaded.get("old"))
         return loaded
-    if evidence.kind in ("judgements", "answers"):
-        return dict(_load_queries(given, read_qrels(qrels) if qrels is not None else None, max_bad_share))
+    return dict(_load_queries(paths, read_qrels(qrels) if qrels is not None else None, max_bad_share))
+
+
+def _load_one_kind(
+    given: Mapping[str, Place], evidence: Evidence, max_bad_share: float, reading: Reading
+) -> dict[str, EmbeddedImages | EmbeddedTexts]:
+    """Read items that search each other, of a class or by agreement."""
     (item,) = evidence.items
-    rows, ids = _load_items(given, item, max_bad_share)
-    labels = _read_classes(given, ids, item) if evidence.kind == "classes" else None
-    if labels is not None and item == "image":
-        return {
-            role: EmbeddedImages(*_named(folder), rows[role], rows[role], ids, ids, labels, labels)
-            for role, folder in given.items()
-        }
-    return dict(_split_items(given, rows, ids, labels, IMAGE_TO_IMAGE if item == "image" else TEXT_TO_TEXT))
+    rows, ids = _load_items(given, item, max_bad_share, reading)
+    is_text = item in ("text", "query")
+    if evidence.kind != "classes":
+        return dict(_split_items(given, rows, ids, None, TEXT_TO_TEXT if is_text else IMAGE_TO_IMAGE))
+    labels = _read_classes(given, ids, item, reading.labels)
+    known_N = np.array([label is not None for label in labels])
+    if not known_N.all():
+        notice(f"{known_N.sum():,} of {len(ids):,} items have a class in {reading.labels}; only these are used")
+        rows = {role: copy_rows(rows_ND, np.flatnonzero(known_N)) for role, rows_ND in rows.items()}
+        ids = [name for name, label in zip(ids, labels, strict=True) if label is not None]
+    classes = [label for label in labels if label is not None]
+    if is_text:
+        return dict(_split_items(given, rows, ids, classes, TEXT_TO_TEXT))
+    return {
+        role: EmbeddedImages(*_named(place), rows[role], rows[role], ids, ids, classes, classes) for role, place in given.items()
+    }
 
 
 def load_embedding_folder(folder: Path, max_bad_share: float = BAD_SHARE, like: EmbeddedPairs | None = None) -> EmbeddedPairs:
@@ -86,8 +111,10 @@ def load_embedding_folder(folder: Path, max_bad_share: float = BAD_SHARE, like: 
     return EmbeddedPairs(*_named(folder), images_ND, texts_MD, image_ids, text_ids)
 
 
-def _named(folder: Path) -> tuple[str, Fingerprint]:
-    return folder.name, Fingerprint.from_string(str(folder.resolve()))
+def _named(place: Place) -> tuple[str, Fingerprint]:
+    if not isinstance(place, Path):
+        return place.stem, Fingerprint.from_string(str(place))
+    return place.name, Fingerprint.from_string(str(place.resolve()))
 
 
 def _load_queries(given: Mapping[str, Path], judgements: Qrels | None, max_bad_share: float) -> dict[str, EmbeddedTexts]:
@@ -120,19 +147,25 @@ def _distinct(names: Sequence[str]) -> list[Any]:
     return numbered
 
 
-def _load_items(given: Mapping[str, Path], item: str, max_bad_share: float) -> tuple[dict[str, Any], list[str]]:
+def _load_items(
+    given: Mapping[str, Place], item: str, max_bad_share: float, reading: Reading
+) -> tuple[dict[str, Any], list[str]]:
     """Return each model's rows of a single kind of items, and their ids, in the order of the old model."""
     rows: dict[str, Any] = {}
     ids: list[str] | None = None
-    for role, folder in given.items():
-        rows[role], ids = read_embeddings(folder, item, max_bad_share, ids)
+    for role, place in given.items():
+        read = reading if role == "old" else reading._replace(ids=None)
+        rows[role], ids = read_embeddings(place, item, max_bad_share, ids, read)
     assert ids is not None
     return rows, ids
 
 
-def _read_classes(given: Mapping[str, Path], ids: list[str], item: str) -> list[str]:
-    """Return the class of each item, from the first folder with classes."""
-    role, folder = next((role, folder) for role, folder in given.items() if (folder / LABELS).is_file())
+def _read_classes(given: Mapping[str, Place], ids: list[str], item: str, source: Path | None) -> Sequence[str | None]:
+    """Return the class of each item, from the source or the first folder with classes; None if unknown."""
+    if source is not None:
+        return read_item_labels(source).of_items(None if are_row_numbers(ids) else ids, len(ids), given["old"])
+    folders = {role: place for role, place in given.items() if isinstance(place, Path)}
+    role, folder = next((role, folder) for role, folder in folders.items() if (folder / LABELS).is_file())
     labels, names = read_labels(folder / LABELS), ids if role == "old" else read_ids(folder, item)
     if len(labels) != len(names):
         raise XcompatError(f"{folder / LABELS} has {len(labels):,} lines for {len(names):,} {item}s; the counts must be equal")
@@ -143,7 +176,7 @@ def _read_classes(given: Mapping[str, Path], ids: list[str], item: str) -> list[
 
 
 def _split_items(
-    given: Mapping[str, Path], rows: Mapping[str, Any], ids: list[str], labels: list[str] | None, direction: str
+    given: Mapping[str, Place], rows: Mapping[str, Any], ids: list[str], labels: list[str] | None, direction: str
 ) -> dict[str, EmbeddedTexts]:
     """Search for a random part of the items in the others. Relevant are items of a class, or the new model's neighbours."""
     if len(ids) < FEWEST:

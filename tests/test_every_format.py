@@ -1,0 +1,164 @@
+"""Every format that holds vectors, read by every command that takes vectors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+
+import faiss
+import numpy as np
+import pytest
+import test_vector_formats as formats
+from safetensors.numpy import save_file
+
+from xcompat import Fingerprint
+from xcompat.report import load_report
+from xcompat.retrieval import Gallery
+
+COUNT, DIM = 60, 8
+IDS = [f"{row:03}" for row in range(COUNT)]
+Run = Callable[..., tuple[int, str, str]]
+
+
+def _things(noise: float) -> np.ndarray:
+    draw = np.random.default_rng(0)
+    things = draw.standard_normal((6, DIM))[np.arange(COUNT) % 6] + 0.2 * draw.standard_normal((COUNT, DIM))
+    rows_ND = things + noise * draw.standard_normal(things.shape)
+    return (rows_ND / np.linalg.norm(rows_ND, axis=1, keepdims=True)).astype(np.float32)
+
+
+OLD, NEW = _things(0.5), _things(0.05)
+
+
+def _write_ids(file: Path) -> None:
+    file.write_text("".join(f"{name}\n" for name in IDS))
+
+
+def _index(here: Path) -> Path:
+    index = faiss.IndexFlatIP(DIM)
+    index.add(OLD)
+    faiss.write_index(index, str(here / "a.faiss"))
+    _write_ids(here / "a.ids.txt")
+    return here / "a.faiss"
+
+
+def _gallery(here: Path) -> Path:
+    with Gallery.create(here / "gallery", Fingerprint.from_string("clip-b32"), dim=DIM) as gallery:
+        gallery.add(OLD, IDS)
+        gallery.commit()
+    return here / "gallery"
+
+
+def _folder(here: Path) -> Path:
+    np.save(here / "image_embeds.npy", OLD)
+    _write_ids(here / "image_ids.txt")
+    return here
+
+
+def _folder_of_tables(here: Path) -> Path:
+    formats.FILES["data set on disk"](here).rename(here / "image_embeds")
+    return here
+
+
+def _array(here: Path) -> Path:
+    np.save(here / "a.npy", OLD)
+    _write_ids(here / "a.ids.txt")
+    return here / "a.npy"
+
+
+def _tensors(here: Path) -> Path:
+    save_file({"embedding": OLD}, here / "a.safetensors")
+    _write_ids(here / "a.ids.txt")
+    return here / "a.safetensors"
+
+
+def _database(here: Path) -> str:
+    apsw, vec = pytest.importorskip("apsw"), pytest.importorskip("sqlite_vec")
+    with closing(apsw.Connection(str(here / "shop.db"))) as shop:
+        shop.enable_load_extension(True)
+        shop.load_extension(vec.loadable_path())
+        shop.execute(f"CREATE VIRTUAL TABLE items USING vec0(id text primary key, e float[{DIM}] distance_metric=cosine)")
+        shop.executemany("INSERT INTO items VALUES (?, ?)", [(name, row.tobytes()) for name, row in zip(IDS, OLD, strict=True)])
+    return f"sqlite://{here / 'shop.db'}?table=items"
+
+
+PLACES: dict[str, Callable[[Path], Path | str]] = {
+    "faiss index": _index,
+    "gallery": _gallery,
+    "database": _database,
+    "npy": _array,
+    "safetensors without ids": _tensors,
+    "folder": _folder,
+    "folder of tables": _folder_of_tables,
+    **{name: lambda here, name=name: formats.write_format(name, here) for name in formats.FORMATS},
+}
+IDS_BESIDE = ("faiss index", "npy", "safetensors without ids")
+"""Places whose ids are in a file beside them."""
+
+
+@pytest.fixture(params=PLACES)
+def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, str]:
+    """Return a format, and a place in this format with the old embeddings."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    rows = {"ROWS": OLD, "IDS": IDS, "ITEMS": list(zip(IDS, OLD.tolist(), strict=True))}
+    for name, value in rows.items():
+        monkeypatch.setattr(formats, name, value)
+    (tmp_path / "stored").mkdir()
+    return request.param, str(PLACES[request.param](tmp_path / "stored"))
+
+
+def test_evaluate_reads_it(place: tuple[str, str], tmp_path: Path, run_xcompat: Run) -> None:
+    form, old = place
+    (tmp_path / "new").mkdir()
+    np.save(tmp_path / "new" / "image_embeds.npy", NEW)
+    _write_ids(tmp_path / "new" / "image_ids.txt")
+    (tmp_path / "labels.txt").write_text("".join(f"class {row % 6}\n" for row in range(COUNT)))
+    ids = ("--ids", "stored/a.ids.txt") if form in IDS_BESIDE else ()
+    code, _, err = run_xcompat("evaluate", "--old", old, "--new", "new", "--labels", "labels.txt", *ids, "--out", "report")
+    assert code == 0, err
+    cases = {case.label: case for case in load_report(tmp_path / "report").cases}
+    assert cases["new/old"].metrics["cmc@1"] > cases["old/old"].metrics["cmc@1"] > 0.3
+
+
+def test_sides_of_an_evaluation_both_have_ids_or_are_in_the_same_order(tmp_path: Path, run_xcompat: Run) -> None:
+    for name, rows in (("old", OLD), ("new", NEW), ("short", NEW[:-1])):
+        np.save(tmp_path / f"{name}.npy", rows)
+        np.savez(tmp_path / f"{name}.npz", embedding=rows, ids=np.array(IDS[: len(rows)]))
+    _write_ids(tmp_path / "ids.txt")
+
+    def evaluated(old: str, new: str, *more: object) -> str:
+        sides = ("--old", tmp_path / old, "--new", tmp_path / new, "--new-own", tmp_path / new)
+        code, _, err = run_xcompat("evaluate", *sides, *more, "--out", tmp_path / "report")
+        return err.splitlines()[-1] if code else ""
+
+    assert evaluated("old.npy", "new.npy") == ""
+    agreement = load_report(tmp_path / "report").cases[0].metrics
+    assert evaluated("old.npy", "new.npz", "--ids", tmp_path / "ids.txt") == ""
+    assert load_report(tmp_path / "report").cases[0].metrics == agreement
+    assert "new.npz has ids, but the old side has none; give both ids (--ids for the old side), or neither" in evaluated(
+        "old.npy", "new.npz"
+    )
+    assert "new.npy has no ids, but the old side has ids" in evaluated("old.npz", "new.npy")
+    assert "short.npy has 59 rows, but the old side 60; rows without ids must be the same items" in evaluated(
+        "old.npy", "short.npy"
+    )
+    assert "old.npz has ids of its own; remove --ids" in evaluated("old.npz", "new.npz", "--ids", tmp_path / "ids.txt")
+    (tmp_path / "qrels.tsv").write_text("000\t001\t1\n")
+    judged = evaluated("old.npz", "new.npz", "--qrels", tmp_path / "qrels.tsv")
+    assert "--qrels needs folders with query_embeds and text_embeds, but" in judged
+    misspelt = evaluated("old.npz", "new.npz", "--vector-name", "embeding")
+    assert "--vector-name embeding: no such name" in misspelt and "did you mean 'embedding'?" in misspelt
+
+
+def test_items_without_a_class_are_left_out_of_an_evaluation(tmp_path: Path, run_xcompat: Run) -> None:
+    for name, rows in (("old", OLD), ("new", NEW)):
+        np.savez(tmp_path / f"{name}.npz", embedding=rows, ids=np.array(IDS))
+    lines = [f"{name},class {row % 6}" for row, name in enumerate(IDS[:-6])]
+    (tmp_path / "labels.csv").write_text("\n".join(["id,label", *lines]))
+    sides = ("--old", tmp_path / "old.npz", "--new", tmp_path / "new.npz", "--labels", tmp_path / "labels.csv")
+    code, _, err = run_xcompat("evaluate", *sides, "--out", tmp_path / "report")
+    assert code == 0, err
+    report = load_report(tmp_path / "report")
+    assert {case.n_queries for case in report.cases} == {COUNT - 6} and report.notes[0].startswith("Evidence: classes in")
