@@ -1,26 +1,29 @@
-"""The query map: its loss against a double loop, where it starts, what it does without labels, and on penultimate features."""
+"""The query map, whitened maps and mini-vec2vec: formulas against loops, where they start, what they refuse."""
 
 from __future__ import annotations
 
 import math
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from conftest import ARCHITECTURES, IMAGE_ARCHITECTURES, TEXTS
+from conftest import ARCHITECTURES, IMAGE_ARCHITECTURES, TEXTS, unit
 from PIL import Image
+from schedule import mostly_nightly
 from torch.nn import functional as F
 from transformers import AutoModel
 
-from xcompat.core.errors import FingerprintMismatchError, XcompatError
-from xcompat.core.fingerprint import Fingerprint
+from xcompat import Fingerprint, MiniVec2VecConfig, MiniVec2VecModel, XcompatError
+from xcompat.core.errors import FingerprintMismatchError
 from xcompat.encoders import load_encoder
 from xcompat.encoders.base import Encoder
 from xcompat.encoders.penultimate import Penultimate
 from xcompat.losses import bank_contrast_loss
-from xcompat.methods import METHODS, QueryMapConfig, QueryMapModel
+from xcompat.methods import METHODS, QueryMapConfig, QueryMapModel, WhitenedConfig, WhitenedModel
+from xcompat.methods.whitened import DAMPING, DAMPING_OF_FEW
 from xcompat.models import describe_old
 from xcompat.models.backbone import BackboneModel
 from xcompat.models.classified import ClassifiedModel
@@ -29,15 +32,15 @@ from xcompat.models.embedder import load_embedder, penultimate_embedder
 from xcompat.models.old_knowledge import OldKnowledge
 
 LABELS = torch.tensor([0, 1, 0, 2, 1, 0])
+BATCH = {"new_embeds": unit(6, 6, 2), "old_embeds": unit(6, 4, 1), "labels": LABELS, "index": torch.arange(6)}
 
 
-def unit(rows: int, dim: int, seed: int) -> torch.Tensor:
-    return F.normalize(torch.randn(rows, dim, generator=torch.Generator().manual_seed(seed)), dim=-1)
+def old_model(dim: int) -> dict[str, Any]:
+    return describe_old(Fingerprint.from_string("old"), dim)
 
 
 def make(**options: object) -> QueryMapModel:
-    old = describe_old(Fingerprint.from_string("old"), dim=4)
-    model = QueryMapModel(QueryMapConfig(old=old, embedding_dim=6, **options))
+    model = QueryMapModel(QueryMapConfig(old=old_model(4), embedding_dim=6, **options))
     model.prepare(OldKnowledge(3, LABELS.numpy(), unit(6, 4, 1).numpy()), unit(6, 6, 2).numpy())
     return model
 
@@ -82,38 +85,32 @@ def test_it_starts_at_centred_procrustes(shape: str) -> None:
     inputs = unit(5, 6, 9)
     start = F.normalize(inputs @ weight.float() + bias.float(), dim=-1)
     torch.testing.assert_close(model.to_space(inputs), start, atol=1e-6, rtol=1e-5)
-    pulled = make(shape=shape)
-    batch = {"new_embeds": unit(6, 6, 2), "old_embeds": unit(6, 4, 1), "labels": LABELS, "index": torch.arange(6)}
-    torch.testing.assert_close(pulled(**batch).loss, model(**batch).loss, atol=1e-6, rtol=1e-6)  # not yet moved
+    torch.testing.assert_close(make(shape=shape)(**BATCH).loss, model(**BATCH).loss, atol=1e-6, rtol=1e-6)  # not yet moved
 
 
-def test_its_bank_is_drawn_when_it_is_too_large_and_exact_when_it_is_not() -> None:
-    batch = {"new_embeds": unit(6, 6, 2), "old_embeds": unit(6, 4, 1), "labels": LABELS, "index": torch.arange(6)}
-    exact = make(bank_size=6)(**batch).loss
-    assert torch.equal(exact, make(bank_size=100)(**batch).loss)
+def test_a_bank_is_drawn_only_when_it_is_too_large() -> None:
+    exact = make(bank_size=6)(**BATCH).loss
+    assert torch.equal(exact, make(bank_size=100)(**BATCH).loss)
     model = make(bank_size=3)
     torch.manual_seed(0)
-    first = model(**batch).loss
+    first = model(**BATCH).loss
     torch.manual_seed(0)
-    assert torch.equal(model(**batch).loss, first) and not torch.equal(first, exact)
+    assert torch.equal(model(**BATCH).loss, first) and not torch.equal(first, exact)
 
 
-def test_without_labels_prototypes_are_refused_and_the_bank_is_not() -> None:
-    batch = {"new_embeds": unit(6, 6, 2), "old_embeds": unit(6, 4, 1), "index": torch.arange(6)}
+def test_prototypes_need_labels_and_the_bank_needs_embeddings() -> None:
+    batch = {name: column for name, column in BATCH.items() if name != "labels"}
     assert make()(**batch).loss.isfinite()
     with pytest.raises(XcompatError, match="loss prototypes needs classes"):
         make(loss="prototypes")(**batch)
     with pytest.raises(XcompatError, match="loss prototypes needs classes"):  # and before training begins
         make(loss="prototypes").prepare(OldKnowledge(0, LABELS.numpy()[:0], unit(6, 4, 1).numpy()), unit(6, 6, 2).numpy())
     assert set(make().state_dict()) == {"linear.weight", "linear.bias"}, "the map alone is saved"
-
-
-def test_it_refuses_prototypes_alone() -> None:
     with pytest.raises(XcompatError, match="query_map needs an old embedding of every training image"):
         make().prepare(OldKnowledge(2, np.zeros(0, np.int64), given_prototypes_Cd=np.eye(2, 4, dtype=np.float32)), np.eye(2, 6))
 
 
-OLD = describe_old(Fingerprint.from_string("old"), dim=4)
+OLD = old_model(4)
 PROJECTED = ("blip", "clip", "clip_vision_model", "vision-text-dual-encoder")
 BACKBONES = [name for name, model in METHODS.items() if issubclass(model, BackboneModel)]
 BACKBONE_OPTIONS: dict[str, dict[str, Any]] = {"bt2": {"extra_dim": 2, "dim": 6}, "mixbct": {"dim": 4}}
@@ -229,3 +226,111 @@ def test_maps_of_penultimate_features_need_them(folder_of: dict[str, str], old_f
     model.config.encoder["name"] = old_folder
     with pytest.raises(FingerprintMismatchError, match="cannot be compared"):
         model.embed_images(torch.zeros(1, 3, 32, 32))
+
+
+NEW_DIM, OLD_DIM = 7, 5
+
+
+def pairs(rows: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return new and old embeddings of the same items, with unequal variances and a mean."""
+    draw = torch.Generator().manual_seed(seed)
+    new = (
+        torch.randn(rows, NEW_DIM, generator=draw, dtype=torch.float64) * torch.logspace(0, -1, NEW_DIM, dtype=torch.float64)
+        + 0.4
+    )
+    old = new @ torch.randn(NEW_DIM, OLD_DIM, generator=draw, dtype=torch.float64)
+    return new, old + 0.3 * torch.randn(rows, OLD_DIM, generator=draw, dtype=torch.float64)
+
+
+def whitened(**options: object) -> WhitenedModel:
+    return WhitenedModel(WhitenedConfig(old=old_model(OLD_DIM), embedding_dim=NEW_DIM, **options))
+
+
+def solved(new: torch.Tensor, old: torch.Tensor, **options: object) -> WhitenedModel:
+    return whitened(**options).fit([(new, old)])
+
+
+def naive_power(moment: np.ndarray, power: float, damping: float) -> np.ndarray:
+    values, vectors = np.linalg.eigh(moment + damping * np.trace(moment) / len(moment) * np.eye(len(moment)))
+    return vectors @ np.diag(values**power) @ vectors.T
+
+
+@pytest.mark.parametrize("powers", [(0.75, 0.75), (0.5, 0.75), (1.0, 0.0)])
+@pytest.mark.parametrize(("rows", "damping"), [(200, DAMPING), (13, DAMPING_OF_FEW)])
+def test_it_is_the_formula(powers: tuple[float, float], rows: int, damping: float) -> None:
+    new, old = (side.numpy() for side in pairs(rows))
+    found = solved(*pairs(rows), source_power=powers[0], target_power=powers[1])
+    source, target = (naive_power(side.T @ side / rows, -power, damping) for side, power in zip((new, old), powers, strict=True))
+    np.testing.assert_allclose(found.weight.numpy(), source @ (new.T @ old / rows) @ target, rtol=1e-5, atol=1e-6)
+    assert not found.bias.any()
+
+
+def test_sides_of_any_length_are_whitened_in_both_directions() -> None:
+    new, old = pairs(100)
+    plain = solved(new, old).to_space(new.float())
+    for scaled in (solved(3 * new, old).to_space(3 * new.float()), solved(new, 0.2 * old).to_space(new.float())):
+        torch.testing.assert_close(scaled, plain, rtol=1e-4, atol=1e-5)
+    found = solved(new, old, direction="old_to_new", source_power=0.5, target_power=0.25)
+    mapped = solved(new, old, source_power=0.25, target_power=0.5)
+    torch.testing.assert_close(found.weight.T, mapped.weight, rtol=1e-5, atol=1e-6)
+    with pytest.raises(XcompatError, match="all embeddings of one side are zero"):
+        solved(new, 0 * old)
+    for option, value in {"source_power": -0.1, "target_power": 1.5, "damping": 0.0}.items():
+        with pytest.raises(XcompatError, match=option):
+            whitened(**{option: value}).config.require_ranges()
+
+
+DIM, ROWS = 8, 600
+UNMATCHED = "the two spaces do not match: maps from two halves of the data agree by a cosine of .*, and 0.8 is needed"
+
+
+def cloud(seed: int, around: float = 0.3) -> torch.Tensor:
+    """Return unit vectors in ten clusters of unequal sizes."""
+    draws = np.random.default_rng(seed)
+    centres, shares = draws.normal(size=(10, DIM)), draws.dirichlet(np.full(10, 2))
+    rows = centres[draws.choice(10, ROWS, p=shares)] + 0.25 * draws.normal(size=(ROWS, DIM)) + around
+    return F.normalize(torch.tensor(rows, dtype=torch.float32), dim=-1)
+
+
+@cache
+def rotated() -> torch.Tensor:
+    return cloud(0) @ torch.linalg.qr(torch.randn(DIM, DIM, generator=torch.Generator().manual_seed(0))).Q
+
+
+def shuffled(rows: torch.Tensor, seed: int = 3) -> torch.Tensor:
+    return rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))]
+
+
+def unpaired(old_dim: int = DIM, **options: float | str) -> MiniVec2VecModel:
+    options = {"clusters": 10, "runs": 9, "rounds": 10, **options}
+    return MiniVec2VecModel(MiniVec2VecConfig(old=old_model(old_dim), embedding_dim=DIM, **options))
+
+
+@pytest.mark.parametrize("direction", mostly_nightly(["new_to_old", "old_to_new"], "new_to_old".__eq__))
+def test_a_rotation_is_found_whatever_the_order_of_rows(direction: str) -> None:
+    new, old = (cloud(0), rotated()) if direction == "new_to_old" else (rotated(), cloud(0))
+    found = unpaired(direction=direction).fit([(shuffled(new), old)])
+    mapped, target = (found.to_space(new), old) if direction == "new_to_old" else (found.upgrade(old), new)
+    assert F.cosine_similarity(mapped, target).mean() > 0.99
+    again = unpaired(direction=direction).fit(zip(new.split(100), shuffled(old, 4).split(100), strict=True))
+    assert torch.equal(found.weight, again.weight) and torch.equal(found.bias, again.bias)
+    scale = torch.linalg.matrix_norm(found.weight, 2)
+    torch.testing.assert_close(found.weight.T @ found.weight / scale**2, torch.eye(DIM), atol=1e-5, rtol=0)
+
+
+def test_spaces_that_do_not_match_are_refused() -> None:
+    """Another cloud, and the same one whose dimensions were shuffled one by one."""
+    dimensions = torch.stack([shuffled(column, seed) for seed, column in enumerate(rotated().T)], dim=1)
+    for other in (cloud(7), dimensions):
+        with pytest.raises(XcompatError, match=UNMATCHED):
+            unpaired().fit([(cloud(0), other)])
+
+
+def test_unpaired_sides_may_differ_in_rows_and_dimensions() -> None:
+    found = unpaired(5, clusters=6, runs=1, rounds=1, sample=40, least_agreement=-1.0)
+    found.fit([(cloud(0), rotated()[:50, :5])])
+    assert found.to_space(cloud(0)).shape == (ROWS, 5) and found.weight.isfinite().all()
+    with pytest.raises(XcompatError, match="at least 4 different embeddings of each model, found 3"):
+        unpaired().fit([(cloud(0)[:3], rotated()[:3].repeat(2, 1))])
+    with pytest.raises(XcompatError, match="options.rounds is 0; give a number from 1"):
+        unpaired(rounds=0)
