@@ -1,14 +1,18 @@
-"""What sentence-transformers embeds with an exported folder, in a process of its own, is what the model embeds."""
+"""Exported folders give the model's embeddings in sentence-transformers and ONNX; what Embedding Atlas is given."""
 
 from __future__ import annotations
 
+import io
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnxruntime
+import pyarrow.parquet as pq
 import pytest
 import torch
 import warm
@@ -17,14 +21,22 @@ from numpy.typing import NDArray
 from PIL import Image
 from schedule import mostly_nightly
 from sentence_transformers import SentenceTransformer
+from typer.testing import CliRunner
 
 from xcompat import Fingerprint, XcompatError
+from xcompat.cli import app
 from xcompat.data.images import open_image
-from xcompat.export import sentence_builtin, to_sentence_transformers
+from xcompat.encoders import load_processor
+from xcompat.encoders.standins import save_stand_in
+from xcompat.export import onnx_towers, sentence_builtin, to_onnx, to_sentence_transformers
 from xcompat.export.sentence_module import CompatModule
 from xcompat.methods import METHODS
 from xcompat.models import CompatModel, describe_old
 from xcompat.models.embedder import load_checkpoint, load_embedder
+from xcompat.report import load_report
+from xcompat.training.atlas import to_atlas
+from xcompat.training.recipe import parse_recipe
+from xcompat.training.run import run_recipe
 
 IMAGE_TEXT = {"clip", "siglip", "blip", "open_clip", "vision-text-dual-encoder"}
 OLD = describe_old(Fingerprint.from_string("old"), dim=8)
@@ -33,7 +45,7 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     "xbt": ("xbt", "clip", "old", {"adapters": ADAPTERS}),
     "xbt in its own space": ("xbt", "clip", "own", {"adapters": ADAPTERS}),
     "direct on SigLIP": ("direct", "siglip", "old", {}),
-    "BLIP, which masks padding": ("xbt", "blip", "old", {}),
+    "BLIP, which masks padding": ("query_map", "blip", "old", {"shape": "residual"}),
     "query map": ("query_map", "clip", "old", {}),
     "remembering": ("query_map", "open_clip", "old", {"memory": {"entries": 5, "sharpness": 20.0, "share": 0.5}}),
     "closed form": ("procrustes", "vision-text-dual-encoder", "old", {}),
@@ -56,6 +68,8 @@ IMAGES_ALONE = {
 OWN_MODULE = {"xbt", "xbt in its own space", "BLIP, which masks padding", "remembering"}
 OWN_MODULE |= {"penultimate, images alone", "parts turned", "timm"}
 """Those that sentence-transformers' own modules cannot express."""
+IN_ONNX = ["xbt", "xbt in its own space", "BLIP, which masks padding", "direct on SigLIP", "trained on classes"]
+IN_ONNX += ["penultimate, images alone", "remembering", "timm"]
 DAILY = {"xbt", "remembering", "closed form", "penultimate, images alone", "LoRA, merged", "parts turned", "timm", "query map"}
 LONG = ["A Red SHOE", "many words, more than the tower reads, " * 9, ""]
 FRESH = """
@@ -84,7 +98,7 @@ def build(case: str, folder: str) -> CompatModel:
     old = OLD if METHODS[method].compares_with_old else None
     model = METHODS[method].from_encoder(folder, old=old, **options)
     for name, parameter in model.named_parameters():
-        if not name.startswith("encoder."):
+        if "lora_" in name or not name.startswith("encoder."):
             parameter.data.add_(0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
     if model.memory is not None:
         for buffer in model.memory.buffers():
@@ -238,3 +252,158 @@ def test_what_cannot_be_exported_is_refused(folder_of: dict[str, str], tmp_path:
     with pytest.raises(XcompatError, match="fitted on embeddings only"):
         to_sentence_transformers(METHODS["ridge"](config), tmp_path / "out")
     assert not (tmp_path / "out").exists() and not list(tmp_path.iterdir())
+
+
+def run_onnx(path: Path, batch: dict[str, torch.Tensor]) -> np.ndarray:
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    (embeds,) = session.run(["embeds"], {name: tensor.numpy() for name, tensor in batch.items()})
+    return embeds
+
+
+@pytest.mark.parametrize("case", mostly_nightly(IN_ONNX, ("xbt", "trained on classes").__contains__))
+@torch.no_grad()
+def test_onnxruntime_embeds_what_the_model_embeds(
+    case: str,
+    folder_of: dict[str, str],
+    image_folder_of: dict[str, str],
+    images: list[Image.Image],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    _, architecture, space, _ = CASES[case]
+    model = build(case, (folder_of | image_folder_of)[architecture])
+    fingerprint = model.fingerprint()
+    to_onnx(model, tmp_path / "out", space)  # type: ignore[arg-type]
+    about = json.loads((tmp_path / "out" / "xcompat_onnx.json").read_text())
+    assert model.fingerprint() == fingerprint, "merged was a copy"
+    assert about["fingerprint"] == fingerprint.digest and about["dim"] == (8 if space == "old" else 16)
+    assert [found["fingerprint"] for found in about["searches"]] == [OLD["fingerprint"] if space == "old" else fingerprint.digest]
+    pixels = model.processor.images(images)
+    own = model.embed_images(pixels)
+    expected = model.to_space(own) if space == "old" else own
+    np.testing.assert_allclose(run_onnx(tmp_path / "out" / "image.onnx", {"pixel_values": pixels}), expected, atol=1e-4)
+    assert about["image"]["inputs"]["pixel_values"]["shape"] == ["batch", 3, *about["image"]["size"]]
+    photo = Image.effect_noise((300, 200), 80).convert("RGB")
+    photo.putalpha(Image.linear_gradient("L").resize((300, 200)))  # what is transparent counts as white
+    photo.save(tmp_path / "out" / "photo.jpg", format="PNG")
+    own = model.embed_images(model.processor.images([open_image(str(tmp_path / "out" / "photo.jpg"))]))
+    monkeypatch.chdir(tmp_path / "out")
+    readme = (tmp_path / "out" / "README.md").read_text()
+    if lines := re.findall(r"```python\n(.*?)```", readme, re.DOTALL):
+        names: dict[str, Any] = {}
+        exec(lines[0], names)  # noqa: S102 - what the folder tells its user to run
+        np.testing.assert_allclose(names["embeds"], model.to_space(own) if space == "old" else own, atol=1e-4)
+    assert bool(lines) is (architecture not in ("timm_wrapper", "open_clip")) and "resize" in readme
+    assert (tmp_path / "out" / "text.onnx").exists() is ("text" in about) is (case not in IMAGES_ALONE)
+    if "text" not in about:
+        return
+    for texts in (TEXTS, TEXTS[:1], [" ".join(TEXTS * 5)]):
+        batch = model.processor.texts(texts)
+        assert set(about["text"]["inputs"]) == set(batch)
+        own = model.embed_texts(**batch)
+        expected = model.to_space(own) if space == "old" else own
+        np.testing.assert_allclose(run_onnx(tmp_path / "out" / "text.onnx", batch), expected, atol=1e-4)
+    length = about["text"]["inputs"]["input_ids"]["shape"][1]
+    assert length == (model.processor.max_length if about["text"]["pad_to_max_length"] else "length")
+
+
+def test_onnx_on_the_command_line_with_its_preprocessing(
+    folder_of: dict[str, str],
+    images: list[Image.Image],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    run_xcompat: Callable[..., tuple[int, str, str]],
+) -> None:
+    """Towers are not exported here, which takes seconds."""
+    monkeypatch.setattr(
+        onnx_towers, "_write", lambda *given: given[-1].touch() or {"file": given[-1].name, "inputs": {}, "outputs": {}}
+    )
+    model = build("closed form", folder_of["open_clip"])
+    model.export(tmp_path / "run" / "model")
+    capsys.readouterr()
+    code, out, err = run_xcompat("export", "onnx", tmp_path / "run", "--out", tmp_path / "out")
+    assert (code, err) == (0, "") and "image.onnx and text.onnx embed in the old space" in out
+    processor = load_processor(model.config.encoder, str(tmp_path / "out"))
+    assert processor.tokenize(TEXTS) == model.processor.tokenize(TEXTS)
+    assert torch.equal(processor.images(images), model.processor.images(images))
+
+
+def test_a_file_that_does_not_agree_is_not_left(
+    image_folder_of: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(onnx_towers, "TOLERANCE", 1e-12)
+    model = build("map of images alone", image_folder_of["mobilenet_v1"])
+    with pytest.raises(XcompatError, match="embeddings of the image tower in ONNX differ by .* from PyTorch's, more than 1e-12"):
+        to_onnx(model, tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
+@torch.no_grad()
+def test_half_precision_is_made_whole_and_prompts_are_said(tmp_path: Path) -> None:
+    new = load_embedder(save_stand_in(tmp_path / "new", "sentence-transformers", 16, 1))
+    config = METHODS["ridge"].config_class(encoder=new.describe_encoder(), old=OLD, embedding_dim=new.dim)
+    rows = torch.nn.functional.normalize(torch.randn(40, 24, generator=torch.Generator().manual_seed(0)), dim=-1)
+    model = METHODS["ridge"](config).fit([(rows[:, :16], rows[:, 16:])])
+    to_onnx(model.half(), tmp_path / "out")
+    batch = model.processor.texts(TEXTS)
+    expected = model.to_space(model.embed_texts(**batch))
+    np.testing.assert_allclose(run_onnx(tmp_path / "out" / "text.onnx", batch), expected, atol=2e-3)
+    assert model.dtype == torch.float16, "the model itself stays as it is"
+    readme = " ".join((tmp_path / "out" / "README.md").read_text().split())
+    assert 'Put `"query: "` before a query, as in training.' in readme, "the stand-in has no other prompt"
+
+
+def test_what_cannot_become_onnx_is_refused(folder_of: dict[str, str], tmp_path: Path) -> None:
+    with pytest.raises(XcompatError, match="cannot export the image tower with batches of any size: .*static shape"):
+        to_onnx(build("timm", folder_of["siglip2"]), tmp_path / "out")
+    with pytest.raises(XcompatError, match="does not map queries into an old space"):
+        to_onnx(build("a map of galleries", folder_of["clip"]), tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.fixture(scope="module")
+def finished(
+    folder_of: dict[str, str], old_folder: str, pairs_folder: str, texts_file: str, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """Return the folder of a run that was judged on images with captions."""
+    run = tmp_path_factory.mktemp("atlas") / "run"
+    raw: dict[str, Any] = {"output_dir": str(run), "cache_dir": str(run / "cache"), "method": "ridge"}
+    raw |= {"old": old_folder, "new": folder_of["clip"], "evaluation": {"resamples": 100, "examples": 0}}
+    raw["data"] = {"texts": [{"path": texts_file}], "test": {"path": pairs_folder}}
+    run_recipe(parse_recipe(raw, "demo", "demo.yaml"))
+    return run
+
+
+def test_items_stand_where_both_models_place_them(finished: Path, pairs_folder: str, tmp_path: Path) -> None:
+    out = tmp_path / "atlas.parquet"
+    done = CliRunner().invoke(app, ["export", "atlas", str(finished), "--out", str(out), "--items", "500"])
+    assert done.exit_code == 0, done.exception
+    rows = pq.read_table(out).to_pylist()
+    report = load_report(finished)
+    panel = next(panel for panel in report.panels if panel.title == "Old space")
+    placed = np.array([[row["projection_x"], row["projection_y"]] for row in rows])
+    np.testing.assert_allclose(placed, np.concatenate([points for _, points in panel.series]), atol=1e-3)
+    assert {(row["side"], row["kind"]) for row in rows} == {(s, k) for s in ("old", "new") for k in ("image", "text")}
+    captions = {line for row in rows if row["kind"] == "image" for line in row["text"].split("; ")}
+    assert {row["text"] for row in rows if row["kind"] == "text"} <= captions
+    for kind, direction in (("image", "image-to-text"), ("text", "text-to-image")):
+        ranks = {who: report.ranks[who, "old", direction] for who in ("old", "new")}
+        pairs = set(zip(*(ranks[who].tolist() for who in ("old", "new")), strict=True))
+        for row in rows:
+            if row["kind"] == kind:
+                assert (row["rank_old"] - 1, row["rank_new"] - 1) in pairs
+                assert row["gain"] == pytest.approx(1 / row["rank_new"] - 1 / row["rank_old"])
+    first = next(row for row in rows if row["kind"] == "image")
+    with Image.open(io.BytesIO(first["image"]["bytes"])) as thumbnail, Image.open(Path(pairs_folder) / first["id"]) as stored:
+        assert np.array_equal(np.asarray(thumbnail), np.asarray(stored.convert("RGB")))
+    assert all(row["image"] is None for row in rows if row["kind"] == "text")
+
+
+def test_nothing_of_the_users_is_replaced(finished: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine.parquet").write_text("mine")
+    with pytest.raises(XcompatError, match="mine.parquet"):
+        to_atlas(finished, tmp_path / "mine.parquet", 10, 0, overwrite=False)
+    assert (tmp_path / "mine.parquet").read_text() == "mine"
+    with pytest.raises(XcompatError, match="contains no model"):
+        to_atlas(finished / "report", tmp_path / "out.parquet", 10, 0, overwrite=False)
