@@ -1,8 +1,10 @@
-"""Labelled images come out the same from every format, in a stated class order, and bad labels are named in one line."""
+"""Labelled images come out the same from every format, in a stated class order; class files; bad labels are one line."""
 
 from __future__ import annotations
 
+import importlib.resources
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,22 +12,24 @@ import datasets
 import numpy as np
 import pandas as pd
 import pytest
+import yaml
 from accelerate.data_loader import BatchSamplerShard
 from hypothesis import given
 from hypothesis import strategies as st
 from test_loading import SHARED, needs_shared, png, write_shard
 from torch.utils.data import BatchSampler
+from typer.testing import CliRunner
 
+from xcompat.cli import app
 from xcompat.core.errors import XcompatError
-from xcompat.data import (
-    ClassBalancedSampler,
-    LabelledImages,
-    LabelledSource,
-    load_classes,
-    load_labelled,
-    open_image,
-)
+from xcompat.core.fingerprint import Fingerprint
+from xcompat.data import ClassBalancedSampler, LabelledImages, LabelledSource, load_classes, load_labelled, open_image
 from xcompat.data.labelled import MAX_INDEX
+from xcompat.encoders.class_names import SETS, class_names
+from xcompat.training.class_files import class_indices
+from xcompat.training.push import run_facts
+from xcompat.training.recipe import parse_recipe
+from xcompat.training.sections import DataSettings, ZeroShotSettings
 
 NAMES = ["cat", "dog", "eel"]
 LABELS = [2, 0, 1, 2, 0, 0]  # in the order of NAMES
@@ -202,25 +206,21 @@ def test_bad_labels(tmp_path: Path, labels: list[object], feature: object, class
     assert "\n" not in str(caught.value)
 
 
-def test_images_without_distinct_ids(tmp_path: Path) -> None:
+def test_unlabelled_files_and_equal_ids(tmp_path: Path) -> None:
     with pytest.raises(XcompatError, match="two images have the id 'x'.*id_column"):
         load_labelled(saved(tmp_path, ["a", "b", "a"], id=["x", "y", "x"]))
-
-
-def test_unlabelled_files(tmp_path: Path) -> None:
     write_images(tmp_path / "flat")
     with pytest.raises(XcompatError, match="0.png has no label; move it into a folder"):
         load_labelled(str(tmp_path / "flat"))
-    for number, (rows, message) in enumerate(
-        {
-            "image,label\n0.png,\n": "0.png has no label",
-            "image,label\n0.png,a\n0.png,b\n": "0.png has the labels 'a' and 'b'",
-            "image,kind\n0.png,a\n": "no column named label or class .*set label_column",
-        }.items()
+    for rows, message in (
+        ("image,label\n0.png,\n", "0.png has no label"),
+        ("image,label\n0.png,a\n0.png,b\n", "0.png has the labels 'a' and 'b'"),
+        ("image,kind\n0.png,a\n", "no column named label or class .*set label_column"),
     ):
-        (tmp_path / "flat" / f"table-{number}.csv").write_text(rows)
+        (tmp_path / "flat" / "table.csv").write_text(rows)
         with pytest.raises(XcompatError, match=message):
-            load_labelled(str(tmp_path / "flat" / f"table-{number}.csv"))
+            load_labelled(str(tmp_path / "flat" / "table.csv"))
+    (tmp_path / "flat" / "table.csv").unlink()
     (tmp_path / "flat" / "labels.jsonl").write_text('{"image": "0.png", "label": null}\n{"image": "1.png", "label": 3}\n')
     with pytest.raises(XcompatError, match="0.png has no label"):
         load_labelled(str(tmp_path / "flat"))
@@ -241,9 +241,8 @@ def test_samples_of_shards_without_usable_label(tmp_path: Path, capsys: pytest.C
     members["k4"]["cls"] = b"dog"
     members["k5"]["cls"] = b""
     path = str(write_shard(tmp_path / "a.tar", members))
-    with pytest.raises(
-        XcompatError, match="3 of 8 samples cannot be used.*k3: no cls; k4: cls is 'dog', not an index; k5: empty cls"
-    ):
+    said = "3 of 8 samples cannot be used.*k3: no cls; k4: cls is 'dog', not an index; k5: empty cls"
+    with pytest.raises(XcompatError, match=said):
         load_labelled(path)
     assert load_labelled(LabelledSource(path=path, max_bad_share=0.5)).labels().tolist() == [1, 0, 1, 1, 0]
     assert "skipped 3 of 8 samples" in " ".join(capsys.readouterr().out.split())
@@ -255,14 +254,10 @@ def test_class_files_beside_other_labels_are_left_alone(tmp_path: Path) -> None:
     assert load_labelled(source).classes == NAMES
     (tmp_path / "set" / "classes.txt").write_text("eel\ndog\ncat\nfox\n")  # fox is without images in this split
     assert load_labelled(source).classes == ["eel", "dog", "cat", "fox"]
+    assert load_labelled(source.model_copy(update={"limit": 1})).present_classes() == ["eel"]
     (tmp_path / "set" / "classes.txt").write_text("eel\ndog\n")
     with pytest.raises(XcompatError, match="class 'cat', which is not in the class list"):
         load_labelled(source)
-
-
-def test_a_limit_may_leave_given_classes_without_images(tmp_path: Path) -> None:
-    source = image_folder(tmp_path / "set").model_copy(update={"classes": NAMES, "limit": 2})
-    assert load_labelled(source).present_classes() == ["cat"]
 
 
 def batches_of(sampler: ClassBalancedSampler) -> list[list[int]]:
@@ -320,15 +315,13 @@ def test_what_a_triplet_cannot_be_made_of(tmp_path: Path) -> None:
         ClassBalancedSampler(images.labels(), 2, 2, classes=images.classes)
     with pytest.raises(XcompatError, match="fewer than two samples of class '0' and of 1 more"):
         ClassBalancedSampler(np.array([0, 1, 2, 2]), 2, 2)
-    pairs = np.array([0, 0, 1, 1])
-    for arguments, message in (
-        ((3, 2), "classes_per_batch=3 exceeds the 2 classes"),
-        ((2, 1), "samples_per_class=1 leaves samples without positives"),
+    for per_batch, per_class, processes, message in (
+        (3, 2, 1, "classes_per_batch=3 exceeds the 2 classes"),
+        (2, 1, 1, "samples_per_class=1 leaves samples without positives"),
+        (2, 2, 2, "1 batches are too few for 2 processes"),
     ):
         with pytest.raises(XcompatError, match=message):
-            ClassBalancedSampler(pairs, *arguments)
-    with pytest.raises(XcompatError, match="1 batches are too few for 2 processes"):
-        ClassBalancedSampler(pairs, 2, 2, num_replicas=2)
+            ClassBalancedSampler(np.array([0, 0, 1, 1]), per_batch, per_class, num_replicas=processes)
 
 
 @needs_shared
@@ -336,3 +329,90 @@ def test_real_omniglot() -> None:
     images = load_labelled(str(SHARED / "omniglot"))
     assert np.bincount(images.labels()).tolist() == [20] * 242
     assert images.classes[:2] == ["Balinese character01", "Balinese character02"]
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_names_are_in_the_order_of_the_folders(name: str) -> None:
+    """By what timm knows of the same classes: WordNet's numbers in order, nearly each with a word of the name."""
+    of_timm = importlib.resources.files("timm.data").joinpath("_info")
+    folders = of_timm.joinpath("imagenet_synsets.txt").read_text().split()
+    if (listed := SETS[name]) is not None:
+        folders = [folders[int(row)] for row in of_timm.joinpath(listed).read_text().split()]
+    assert folders == sorted(folders) and len(class_names(name)) == len(folders)
+    lemmas = dict(line.split("\t") for line in of_timm.joinpath("imagenet_synset_to_lemma.txt").read_text().splitlines())
+    pairs = zip(class_names(name), folders, strict=True)
+    known = [any(part in lemmas[folder].lower() for part in re.findall(r"\w+", own.lower())) for own, folder in pairs]
+    assert np.mean(known) > 0.9
+
+
+def test_a_class_file_is_written_and_never_overwritten(tmp_path: Path) -> None:
+    file = tmp_path / "lists" / "r.txt"
+    run = CliRunner().invoke
+    assert run(app, ["classes", "imagenet-r", "--to", str(file)]).exit_code == 0
+    assert load_classes(file) == class_names("imagenet-r") and len(load_classes(file)) == 200
+    assert run(app, ["classes", "imagenet-r"]).stdout == file.read_text()
+    assert "imagenet-sketch  1000 classes" in run(app, ["classes"]).stdout
+    for arguments, message in (
+        (["imagenet", "--to", str(file)], "already exists; choose another file with --to"),
+        (["imagenet-x"], "did you mean 'imagenet-a'|no class names for 'imagenet-x'"),
+        (["--to", str(tmp_path / "all.txt")], "needs the name of a data set: xcompat classes NAME --to FILE"),
+    ):
+        with pytest.raises(XcompatError, match=message):
+            run(app, ["classes", *arguments], catch_exceptions=False)
+
+
+def test_labels_are_names_indices_or_folders_of_wordnet() -> None:
+    classes = ["tench", "goldfish", "shark"]
+    assert class_indices(["shark", "tench", "goldfish"], classes).tolist() == [2, 0, 1]
+    assert class_indices([2, 0, 1], classes).tolist() == class_indices(["2", "0", "1"], classes).tolist() == [2, 0, 1]
+    folders = ["n01484850", "n01440764", "n01443537", "n01440764"]
+    assert class_indices(folders, classes).tolist() == [2, 0, 1, 0]
+    assert class_indices([0, 1], classes, is_limited=True).tolist() == [0, 1]
+    assert class_indices(["shark", "tench"], classes, is_limited=True).tolist() == [2, 0]
+    assert class_indices(["crane", "tench"], ["crane", "tench", "crane"]).tolist() == [0, 1], "two classes of one name"
+    for labels, message in (
+        (folders[:2], "3 classes, but the images are in 2 folders"),
+        ([0, 1], "'shark' of 3 classes has no image; use a class file with a line per label"),
+        ([0, 2], "'goldfish' of 3 classes has no image"),
+        (["goldfish"], "'tench' and 1 more of 3 classes have no image"),
+        ([0, 5], "label 5 is not among the 3 classes"),
+        (["shark", "gold fish"], "label 'gold fish' is not among the 3 classes; did you mean 'goldfish'"),
+    ):
+        with pytest.raises(XcompatError, match=message):
+            class_indices(labels, classes)
+
+
+def test_zero_shot_is_one_set_or_several_by_name() -> None:
+    one = {"images": {"path": "x"}, "classes": "c.txt"}
+
+    def parsed(given: object) -> DataSettings:
+        data = {"texts": [{"path": "t"}], "test": {"path": "y"}, "zero_shot": given}
+        raw = {"method": "ridge", "old": "a", "new": "b", "data": data}
+        return parse_recipe(raw, "demo", "demo.yaml", is_quick=True).stages[0].data
+
+    assert parsed(one).zero_shot_sets() == {"": ZeroShotSettings(**one)} and parsed(None).zero_shot_sets() == {}
+    several = parsed({"imagenet": one, "imagenet_r": one | {"templates": "simple"}, "sketch": one | {"templates": "openai"}})
+    plain, simple, openai = (shot.prompts() for shot in several.zero_shot_sets().values())
+    assert plain == ["a photo of a {}"] and len(simple) == 7 and len(set(openai)) == 80 and set(simple) <= set(openai)
+    assert all(prompt.count("{}") == 1 for prompt in openai)
+    assert parsed(several.model_dump(mode="json")["zero_shot"]) == several, "as the copy in the run's folder has it"
+    for wrong, message in (
+        ({"images": {"path": "x"}}, r"data\.zero_shot\.classes: Field required"),
+        ({"imagenet": {"images": {"path": "x"}}}, r"data\.zero_shot\.imagenet\.classes: Field required"),
+        ({"imagenet": one | {"clases": 1}}, r"unknown key .*zero_shot\.imagenet\.clases'; did you mean 'classes'"),
+        (one | {"imagenet": one}, r"unknown key .*zero_shot\.imagenet'; did you mean 'images'"),
+        (one | {"templates": "opnai"}, "openai"),
+        ({"image net": one}, r"zero_shot\.image net.*should match pattern"),
+    ):
+        with pytest.raises(XcompatError, match=message):
+            parsed(wrong)
+
+
+def test_a_card_names_the_images_of_every_set(tmp_path: Path) -> None:
+    shots = {name: {"images": {"path": f"data/{name}/val"}, "classes": "c.txt"} for name in ("imagenet", "sketch")}
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({"data": {"zero_shot": shots}}))
+    assert run_facts(tmp_path / "model", Fingerprint.from_string("any")).data == {
+        "zero_shot": ["data/imagenet/val", "data/sketch/val"]
+    }
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({"data": {"zero_shot": shots["sketch"]}}))
+    assert run_facts(tmp_path / "model", Fingerprint.from_string("any")).data == {"zero_shot": ["data/sketch/val"]}
