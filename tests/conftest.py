@@ -33,13 +33,13 @@ from hypothesis import settings
 from PIL import Image
 from postgres import running
 
-from xcompat import XbtModel, cli
+from xcompat import FctModel, XbtModel, cli
 from xcompat.core.progress import console
 from xcompat.data import glyphs
 from xcompat.encoders.standins import save_stand_in
 from xcompat.methods import RidgeModel
 from xcompat.models import CompatModel
-from xcompat.models.embedder import load_embedder
+from xcompat.models.embedder import Embedder, load_embedder
 from xcompat.retrieval import Gallery, faiss_probe, probing
 
 # pytorch-metric-learning, which tests compare with, would put another search in the place of faiss's own for all tests after it
@@ -50,14 +50,7 @@ settings.load_profile("repeatable")
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 ARCHITECTURES = ("blip", "clip", "open_clip", "siglip", "siglip2", "vision-text-dual-encoder")
 IMAGE_ARCHITECTURES = ("clip_vision_model", "iresnet", "mobilenet_v1", "mobilenet_v2", "resnet", "timm_wrapper", "vit")
-LONGEST = (
-    "test_benchmarks.py",
-    "test_distributed.py",
-    "test_engines.py",
-    "test_faults.py",
-    "test_quickstart.py",
-    "test_recipes.py",
-)
+LONGEST = [f"test_{name}.py" for name in ("benchmarks", "distributed", "engines", "faults", "quickstart", "recipes")]
 TEXTS = ["a red running shoe", "greek small letter alpha", "two dogs", "a shoe"]
 
 
@@ -144,7 +137,7 @@ def _look_at_indexes_here(request: pytest.FixtureRequest, monkeypatch: pytest.Mo
         said = faiss_probe.check_index(str(path), vectors)
         return (faiss_probe.FOUND, said) if said else (0, "")
 
-    if request.path.name != "test_probing.py":
+    if "another_process" not in request.fixturenames:
         monkeypatch.setattr(probing, "_probe_in_subprocess", look_here)
 
 
@@ -175,6 +168,31 @@ def compatible_folder(tmp_path_factory: pytest.TempPathFactory, folder_of: dict[
     torch.manual_seed(0)
     XbtModel.from_encoder(folder_of["clip"], old=load_embedder(old_folder).describe_old()).export(folder)
     return str(folder)
+
+
+@pytest.fixture(scope="session")
+def upgrading_folder(tmp_path_factory: pytest.TempPathFactory, folder_of: dict[str, str], old_folder: str) -> str:
+    """Return a saved model that maps galleries of the old one."""
+    folder = tmp_path_factory.mktemp("upgrading") / "fct"
+    torch.manual_seed(0)
+    FctModel.from_encoder(folder_of["clip"], old=load_embedder(old_folder).describe_old()).export(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="session")
+def old(old_folder: str) -> Embedder:
+    return load_embedder(old_folder)
+
+
+@pytest.fixture(scope="session")
+def new(compatible_folder: str) -> Embedder:
+    return load_embedder(compatible_folder)
+
+
+@pytest.fixture(scope="session")
+def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder of 40 images."""
+    return write_photos(tmp_path_factory.mktemp("session") / "photos", 40)
 
 
 def store(gallery: Gallery, *items: Any, **options: Any) -> Gallery:
@@ -221,9 +239,7 @@ def pairs_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 def texts_file(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Return a corpus of 40 lines."""
     file = tmp_path_factory.mktemp("texts") / "texts.txt"
-    file.write_text(
-        "\n".join(f"sentence {row} about {'a dog' if row % 3 else 'two cats'}" for row in range(40)) + "\n", encoding="utf-8"
-    )
+    file.write_text("".join(f"sentence {row} about {'a dog' if row % 3 else 'two cats'}\n" for row in range(40)))
     return str(file)
 
 
@@ -262,6 +278,11 @@ def run_xcompat(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPa
 @pytest.fixture
 def drawn() -> None:
     """Keep the drawings of reports in a test of a file that leaves them out."""
+
+
+@pytest.fixture
+def another_process() -> None:
+    """Look at adopted indexes in another process, as users do."""
 
 
 @contextmanager
@@ -303,12 +324,8 @@ def tiny_disk(tmp_path: Path) -> Iterator[Path]:
     """Mount a real file system of 256 kB."""
     folder = tmp_path / "disk"
     folder.mkdir()
-    if (
-        shutil.which("mount") is None
-        or subprocess.run(
-            ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", folder], capture_output=True, check=False
-        ).returncode
-    ):
+    mount = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", folder]
+    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True, check=False).returncode:
         pytest.skip("mounting a small file system needs privileges that are not here")
     yield folder
     subprocess.run(["umount", "--lazy", folder], check=True)

@@ -5,29 +5,37 @@ from __future__ import annotations
 import csv
 import io
 import json
+import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, NamedTuple
 
+import faiss
 import numpy as np
 import pytest
 import torch
 import warm
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from numpy.typing import NDArray
 from PIL import Image
+from schedule import mostly_nightly
 from store_places import OLD
 from typer.testing import CliRunner
 
 import xcompat.stores
-from xcompat import FctModel, Fingerprint, XbtModel, XcompatError
+from xcompat import Fingerprint, XcompatError
 from xcompat.cli import app
 from xcompat.core.progress import console
 from xcompat.methods import RidgeModel
 from xcompat.models import describe_old
-from xcompat.models.embedder import load_embedder
+from xcompat.models.embedder import Embedder, load_embedder
 from xcompat.retrieval import Gallery, embedded_queries, hit_output, searching
 from xcompat.retrieval.ingestion import ingest
+from xcompat.retrieval.items import check_items
+from xcompat.retrieval.manifest import VersionRecord
 from xcompat.retrieval.originals import load_originals
-from xcompat.stores import Store
 
 Run = Callable[..., tuple[int, str, str]]
 LONG = "a_folder_with_a_long_name_as_cameras_and_data_sets_have_them"
@@ -48,23 +56,20 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def gallery(photos: Path, old_folder: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def gallery(photos: Path, old: Embedder) -> Path:
     """Embed them."""
-    folder = tmp_path_factory.mktemp("search") / "gallery"
-    embedder = load_embedder(old_folder)
-    assert ingest(Gallery.create(folder, embedder), load_originals(photos), embedder)[:3] == (12, 0, 0)
+    folder = photos.with_name("gallery")
+    assert ingest(Gallery.create(folder, old), load_originals(photos), old)[:3] == (12, 0, 0)
     return folder
 
 
 @pytest.fixture
-def mixed(gallery: Path, photos: Path, tmp_path: Path, old_folder: str, folder_of: dict[str, str]) -> tuple[Path, str]:
-    """Return a gallery of two models, and the one that searches both."""
-    made = Gallery.create(tmp_path / "mixed", load_embedder(old_folder))
-    ingest(made, load_originals(photos), load_embedder(old_folder))
-    XbtModel.from_encoder(folder_of["clip"], old=load_embedder(old_folder).describe_old()).export(tmp_path / "xbt")
-    newer = load_embedder(str(tmp_path / "xbt"))
-    ingest(made, load_originals(photos), newer, replace=True, rows=np.arange(6))
-    return made.path, str(tmp_path / "xbt")
+def mixed(photos: Path, tmp_path: Path, old: Embedder, new: Embedder) -> Path:
+    """Return a gallery of two models."""
+    made = Gallery.create(tmp_path / "mixed", old)
+    ingest(made, load_originals(photos), old)
+    ingest(made, load_originals(photos), new, replace=True, rows=np.arange(6))
+    return made.path
 
 
 def test_json_is_all_that_stdout_holds(run: Run, gallery: Path, photos: Path, old_folder: str) -> None:
@@ -138,11 +143,10 @@ def test_ids_are_whole_and_columns_without_content_are_left_out(
 
 
 def test_what_ranks_hits_of_several_models_is_shown_and_said(
-    run: Run, mixed: tuple[Path, str], monkeypatch: pytest.MonkeyPatch
+    run: Run, mixed: Path, compatible_folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder, model = mixed
     monkeypatch.setattr(searching, "FEWEST_SAMPLED", 6)  # each model's six items speak for themselves, as 64 do
-    code, out, _ = run("search", folder, "a dog", "--model", model, "--top-k", 12, "--json")
+    code, out, _ = run("search", mixed, "a dog", "--model", compatible_folder, "--top-k", 12, "--json")
     hits = json.loads(out)["hits"]
     assert code == 0 and len({hit["version"] for hit in hits}) == 2 and len(hits) == 12
     standing = [hit["standing"] for hit in hits]
@@ -154,7 +158,7 @@ def test_what_ranks_hits_of_several_models_is_shown_and_said(
         slope, offset = np.polyfit(own[:, 0], own[:, 1], 1)
         np.testing.assert_allclose(own[:, 0] * slope + offset, own[:, 1], atol=1e-3)
         assert slope > 1
-    out = run("search", folder, "a dog", "--model", model)[1]
+    out = run("search", mixed, "a dog", "--model", compatible_folder)[1]
     assert "standing" in out and "come from several models with different score scales" in out
 
 
@@ -266,18 +270,11 @@ def contents(gallery: Gallery) -> list[tuple[str, list[str], NDArray[np.float32]
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory, folder_of: dict[str, str], old_folder: str) -> list[str]:
-    """Return an old model, one whose queries search what it stored, and one that maps that."""
-    folder, old = tmp_path_factory.mktemp("models"), load_embedder(old_folder).describe_old()
-    torch.manual_seed(0)
-    XbtModel.from_encoder(folder_of["clip"], old=old).export(folder / "xbt")
-    FctModel.from_encoder(folder_of["clip"], old=old).export(folder / "fct")
-    return [old_folder, str(folder / "xbt"), str(folder / "fct")]
-
-
-@pytest.fixture(scope="module")
-def outcome(tmp_path_factory: pytest.TempPathFactory, models: list[str]) -> dict[int, tuple[Gallery, str]]:
+def outcome(
+    tmp_path_factory: pytest.TempPathFactory, old_folder: str, compatible_folder: str, upgrading_folder: str
+) -> dict[int, tuple[Gallery, str]]:
     """Run the commands on one process and on two: galleries, and what was printed."""
+    models = (old_folder, compatible_folder, upgrading_folder)
     folder = tmp_path_factory.mktemp("processes")
     photos, more = write_images(folder / "photos", range(IMAGES)), write_images(folder / "more", range(300, 305))
     (folder / "texts.txt").write_text(
@@ -294,30 +291,25 @@ def outcome(tmp_path_factory: pytest.TempPathFactory, models: list[str]) -> dict
     return made
 
 
-@pytest.mark.parametrize("kind", ["images", "texts"])
-def test_galleries_are_the_same_item_by_item(kind: str, outcome: dict[int, tuple[Gallery, str]]) -> None:
-    beside = "-texts" if kind == "texts" else ""
+@pytest.mark.parametrize("beside", ["", "-texts"])
+def test_two_processes_fill_a_gallery_as_one_does(beside: str, outcome: dict[int, tuple[Gallery, str]]) -> None:
     one, two = (contents(Gallery.open(f"{outcome[processes][0].path}{beside}")) for processes in (1, 2))
     assert [(version, ids) for version, ids, _ in two] == [(version, ids) for version, ids, _ in one]
     for (_, _, mine), (_, _, theirs) in zip(two, one, strict=True):
         np.testing.assert_allclose(mine, theirs, atol=1e-6)
+    said = [[line for line in text.splitlines() if "✓" in line or ".png" in line] for _, text in outcome.values()]
+    assert said[0] == said[1]
 
 
-def test_no_item_is_lost_or_doubled_before_and_after_it_is_mapped(outcome: dict[int, tuple[Gallery, str]]) -> None:
+def test_no_item_is_lost_or_doubled_by_a_map(outcome: dict[int, tuple[Gallery, str]]) -> None:
     names = sorted(f"{number:04d}.png" for number in (*range(IMAGES), *range(300, 305)) if number != BAD)
-    for mapped, _ in outcome.values():
+    for mapped, said in outcome.values():
+        assert f"{IMAGES - 1} images added" in said and "1 cannot be read" in said and f"{BUDGET} re-embedded" in said
         embedded = Gallery.open(mapped.path, mapped.generation - 1)
         assert sorted(embedded.counts().values()) == sorted([BUDGET + 5, IMAGES - 1 - BUDGET])
         assert len(mapped.versions) == 1 and mapped.damage() == []
         for gallery in (embedded, mapped):
             assert sorted(name for _, ids, _ in contents(gallery) for name in ids) == names
-
-
-def test_the_first_process_says_what_one_would(outcome: dict[int, tuple[Gallery, str]]) -> None:
-    one, two = (outcome[processes][1] for processes in (1, 2))
-    assert f"{IMAGES - 1} images added" in one and "1 cannot be read" in one and f"{BUDGET} re-embedded" in one
-    said = [[line for line in text.splitlines() if "✓" in line or ".png" in line] for text in (one, two)]
-    assert said[0] == said[1]
 
 
 N, DIM = 40, 8
@@ -342,12 +334,8 @@ def halves(tmp_path: Path, model: RidgeModel) -> Gallery:
     return made
 
 
-@pytest.fixture
-def store(halves: Gallery) -> Store:
-    return xcompat.stores.open(f"file://{str(halves.path).replace(' ', '%20')}")
-
-
-def test_each_version_is_a_space_and_the_newest_is_searched(store: Store, halves: Gallery, model: RidgeModel) -> None:
+def test_each_version_is_a_space_and_the_newest_is_searched(halves: Gallery, model: RidgeModel) -> None:
+    store = xcompat.stores.open(f"file://{str(halves.path).replace(' ', '%20')}")
     old, new = halves.versions
     dims = {str(old): DIM, str(new): store.spaces()[str(new)].dim}
     assert store.describe() == {"rows": N, "dim": dims[str(new)], "metric": "cosine", "spaces": dims, "fingerprint": new.digest}
@@ -357,12 +345,8 @@ def test_each_version_is_a_space_and_the_newest_is_searched(store: Store, halves
     assert store.find(query, model, top_k=N) == halves.search(query, model, top_k=N)
     rows = list(store.rows(15, space=str(old), content="price"))
     assert [row for block in rows for row in block.contents or ()] == [row % 10 for row in range(N // 2)]
-
-
-def test_a_condition_is_that_of_where(store: Store, halves: Gallery, model: RidgeModel) -> None:
-    query = np.ones((1, DIM), np.float32)
-    typed = store.find(query, model, N, "price=3")
-    assert typed == store.find(query, model, N, {"price": 3}) and {hit.id for hit in typed[0]} == {"old 3", "old 13"}
+    typed = store.find(query[:1], model, N, "price=3")
+    assert typed == store.find(query[:1], model, N, {"price": 3}) and {hit.id for hit in typed[0]} == {"old 3", "old 13"}
 
 
 @pytest.mark.parametrize("verb", ["plan", "start", "status", "verify", "switch", "rollback", "finish"])
@@ -374,10 +358,127 @@ def test_no_verb_of_migrate_is_for_galleries(halves: Gallery, model: RidgeModel,
     assert isinstance(result.exception, XcompatError) and "\n" not in str(result.exception)
     assert f"xcompat gallery upgrade {halves.path} --model RUN" in str(result.exception)
     assert Gallery.open(halves.path).generation == halves.generation
+    for place, said in ((str(tmp_path), "is not a gallery"), ("here/gallery", "is not an absolute path")):
+        with pytest.raises(XcompatError, match=said):
+            xcompat.stores.open(f"file://{place}")
 
 
-def test_what_is_no_gallery_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(XcompatError, match="is not a gallery"):
-        xcompat.stores.open(f"file://{tmp_path}")
-    with pytest.raises(XcompatError, match="is not an absolute path"):
-        xcompat.stores.open("file://here/gallery")
+FIRST, SECOND = Fingerprint.from_string("old"), Fingerprint.from_string("new")
+VERSIONS = [VersionRecord(digest=FIRST.digest, name="old", dim=DIM)]
+VERSIONS += [VersionRecord(digest=SECOND.digest, name="new", dim=DIM, shares=(FIRST.digest,))]
+POOL = np.random.default_rng(0).normal(size=(3, DIM)).astype(np.float32)
+QUERIES = np.random.default_rng(1).normal(size=(25, DIM)).astype(np.float32)  # faiss takes another way from 20 queries on
+
+
+class Item(NamedTuple):
+    """An item of the naive gallery: number of its version, number of its vector, and metadata."""
+
+    version: int
+    vector: int
+    about: dict[str, Any] | None
+
+
+Row = st.tuples(st.integers(0, 30), st.integers(0, 2), st.sampled_from([None, {"shop": 0}, {"shop": 1}]))
+Added = st.lists(Row, min_size=1, max_size=12, unique_by=lambda item: item[0])
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("add"), st.integers(0, 1), Added),
+        st.tuples(st.just("remove"), st.lists(st.integers(0, 30), min_size=1, max_size=6)),
+        st.tuples(st.just("commit")),
+        st.tuples(st.just("compact")),
+    ),
+    max_size=12,
+)
+
+
+class Twins:
+    """A gallery, and a dictionary of the same items in the order in which they were added."""
+
+    def __init__(self, folder: Path, metric: Any) -> None:
+        self.gallery, self.metric = Gallery.create(folder / "g", FIRST, dim=DIM, metric=metric), metric
+        self.items: dict[str, Item] = {}
+
+    def add(self, version: int, added: list[tuple[int, int, dict[str, Any] | None]]) -> None:
+        names = [f"item {number}" for number, _, _ in added]
+        about = [each for _, _, each in added]
+        items = check_items(POOL[[vector for _, vector, _ in added]], names, about, None, self.metric)
+        self.gallery.staging().add(VERSIONS[version], items, replace=True)
+        for name, (_, vector, each) in zip(names, added, strict=True):
+            self.items.pop(name, None)
+            self.items[name] = Item(version, vector, each)
+
+    def remove(self, numbers: list[int]) -> None:
+        names = sorted({f"item {number}" for number in numbers} & self.items.keys())
+        if names:
+            self.gallery.remove(names)
+            self.items = {name: item for name, item in self.items.items() if name not in names}
+
+    def naive(self, query: int, k: int, where: dict[str, Any] | None, group_by: str | None) -> list[str]:
+        stored, asked = POOL.astype(np.float64), QUERIES[query].astype(np.float64)
+        if self.metric == "cosine":
+            stored, asked = stored / np.linalg.norm(stored, axis=1, keepdims=True), asked / np.linalg.norm(asked)
+        scores = -((stored - asked) ** 2).sum(1) if self.metric == "l2" else stored @ asked
+        order = [record.digest for record in self.gallery.manifest.versions]
+        ranked = sorted(
+            self.items,
+            key=lambda name: (-scores[self.items[name].vector], order.index(VERSIONS[self.items[name].version].digest)),
+        )
+        ranked = [name for name in ranked if where is None or (self.items[name].about or {}).get("shop") in where["shop"]]
+        if group_by is not None:
+            first: dict[Any, str] = {}
+            for name in ranked:
+                first.setdefault((self.items[name].about or {"shop": name})[group_by], name)
+            ranked = list(first.values())
+        return ranked[:k]
+
+    def check(self) -> None:
+        gallery = Gallery.open(self.gallery.path)
+        for k in (1, 3, 40):
+            for options in ({}, {"where": {"shop": [0]}}, {"where": {"shop": [0, 1]}}, {"group_by": "shop"}):
+                options = {"where": None, "group_by": None, **options}
+                naive = [self.naive(query, k, **options) for query in range(len(QUERIES))]
+                hits = gallery.search(QUERIES, FIRST, top_k=k, **options)
+                assert [[hit.id for hit in each] for each in hits] == naive, (k, options)
+                alone = gallery.search(QUERIES[:1], FIRST, top_k=k, **options)
+                assert [hit.id for hit in alone[0]] == naive[0], (k, options)
+
+
+@pytest.mark.parametrize("metric", mostly_nightly(["cosine", "ip", "l2"], "cosine".__eq__))
+@settings(max_examples=15, deadline=None, derandomize=True)
+@given(steps=STEPS)
+def test_ties_are_found_in_gallery_order(metric: str, steps: list[Any]) -> None:
+    folder = Path(tempfile.mkdtemp(prefix="ties-"))
+    twins = Twins(folder, metric)
+    for name, *arguments in [*steps, ("commit",)]:
+        if name in ("commit", "compact"):
+            twins.gallery.commit()
+            getattr(twins.gallery, name)()
+        else:
+            getattr(twins, name)(*arguments)
+    twins.check()
+    twins.gallery.compact()
+    twins.check()
+    shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize("factory", ["Flat", "IVF4,Flat", "IVF4,SQ8", "SQ8", "IDMap,Flat"])
+def test_ties_of_an_adopted_index_are_found_in_its_order(factory: str, tmp_path: Path) -> None:
+    vectors = np.random.default_rng(2).normal(size=(400, DIM)).astype(np.float32)
+    vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
+    same = np.sort(np.random.default_rng(3).choice(400, 60, replace=False))
+    vectors[same] = vectors[same[0]]
+    index = faiss.index_factory(DIM, factory, faiss.METRIC_INNER_PRODUCT)
+    index.train(vectors)
+    index.add_with_ids(vectors, np.arange(400)) if "IDMap" in factory else index.add(vectors)
+    faiss.write_index(index, str(tmp_path / "i.faiss"))
+    gallery = Gallery.from_faiss(tmp_path / "g", tmp_path / "i.faiss", [str(row) for row in range(400)], FIRST)
+    query, effort = vectors[same[:1]], "nprobe=4" if "IVF" in factory else None
+    for k in (1, 7, 59, 60):
+        for batch in (1, 25):
+            hits = gallery.search(np.repeat(query, batch, 0), FIRST, top_k=k, parameters=effort)
+            assert [[hit.id for hit in each] for each in hits] == [[str(row) for row in same[:k]]] * batch, (k, batch)
+    gallery.remove([str(same[0])])
+    gallery.commit()
+    assert [hit.id for hit in gallery.search(query, FIRST, top_k=5, parameters=effort)[0]] == [str(row) for row in same[1:6]]
+    gallery.compact()
+    assert [hit.id for hit in gallery.search(query, FIRST, top_k=5)[0]] == [str(row) for row in same[1:6]]

@@ -1,8 +1,11 @@
-"""Adopted faiss indexes with ids, lists or codes of their own: a gallery finds what faiss and a naive search find."""
+"""Adopted faiss indexes of every kind: what a gallery finds in them, which are refused, and the process that looks first."""
 
 from __future__ import annotations
 
+import faulthandler
+import os
 import re
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,9 +15,13 @@ import numpy as np
 import pytest
 from faiss.contrib.ondisk import merge_ondisk
 from schedule import mostly_nightly
+from store_places import unit_vectors
 
 from xcompat import Fingerprint, XcompatError
-from xcompat.retrieval import Gallery
+from xcompat.export import to_faiss
+from xcompat.methods import ProcrustesConfig, ProcrustesModel
+from xcompat.models import describe_old
+from xcompat.retrieval import Gallery, faiss_probe, probing
 from xcompat.retrieval.own_ids import RowLabels
 
 OLD, DIM, ROWS = Fingerprint.from_string("old"), 16, 600
@@ -22,8 +29,7 @@ IP, L2 = faiss.METRIC_INNER_PRODUCT, faiss.METRIC_L2
 
 
 def unit(count: int, seed: int) -> np.ndarray:
-    rows = np.random.default_rng(seed).normal(size=(count, DIM)).astype(np.float32)
-    return rows / np.linalg.norm(rows, axis=1, keepdims=True)
+    return unit_vectors(count, DIM, seed)
 
 
 def own_ids(kind: str) -> np.ndarray:
@@ -37,16 +43,18 @@ def own_ids(kind: str) -> np.ndarray:
     }[kind].astype(np.int64)
 
 
-def make_index(factory: str, metric: int = IP, ids: np.ndarray | None = None) -> Any:
+def train_index(factory: str, metric: int = IP) -> Any:
     index = faiss.index_factory(DIM, factory, metric)
     if "OPQ" in factory:  # its rotation is learned in 50 rounds, which take seconds
         rotation = index.index if "IDMap" in factory else index
         faiss.downcast_VectorTransform(faiss.downcast_index(rotation).chain.at(0)).niter = 3
     index.train(unit(2000, 99))
-    if ids is None:
-        index.add(unit(ROWS, 0))
-    else:
-        index.add_with_ids(unit(ROWS, 0), ids)
+    return index
+
+
+def make_index(factory: str, metric: int = IP, ids: np.ndarray | None = None) -> Any:
+    index = train_index(factory, metric)
+    index.add(unit(ROWS, 0)) if ids is None else index.add_with_ids(unit(ROWS, 0), ids)
     return index
 
 
@@ -69,10 +77,7 @@ def full_effort(factory: str) -> str | None:
     return f"nprobe={lists[1]}" if lists else "efSearch=600" if "HNSW" in factory else None
 
 
-KINDS = ["ascending", "shuffled", "permuted", "negative", "mixed"]
-
-
-@pytest.mark.parametrize("kind", mostly_nightly(KINDS, "shuffled".__eq__))
+@pytest.mark.parametrize("kind", mostly_nightly(["ascending", "shuffled", "permuted", "negative", "mixed"], "shuffled".__eq__))
 @pytest.mark.parametrize(
     "factory", ["IVF8,Flat", "IDMap,Flat", "IDMap2,IVF8,Flat", "IDMap,HNSW16", "RR16,IDMap,Flat", "OPQ8,IVF8,SQ8"]
 )
@@ -143,32 +148,32 @@ def test_ids_can_be_given_for_own_ids_in_any_clear_way(tmp_path: Path) -> None:
         ids_of(5, make_index("IVF8,Flat", ids=shuffled), names)
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: make_index("IVF8,Flat", ids=np.arange(ROWS) // 2), "gives 300 ids to more than one vector, e.g. 0"),
-        (lambda: make_index("IDMap,Flat", ids=np.arange(ROWS) // 2), "gives several vectors the same id; use --ids"),
-        (lambda: make_index("IVF8,Flat", ids=np.arange(ROWS) - 1), "gives a vector the id -1"),
-        (lambda: make_index("IVF8,Flat"), "holds no ids; use --ids with a text file with an id per line"),
-        (lambda: make_index("Flat"), "holds no ids; use --ids"),
-    ],
-)
-def test_ids_that_name_no_item_are_refused(make: Callable[[], Any], message: str, tmp_path: Path) -> None:
+DEDUP = r"\(IndexIVFFlatDedup\).* returns no vectors .* build .* 'IVF8,Flat'"
+REFUSED: list[tuple[Callable[[], Any], bool, str]] = [  # an index, whether ids are given, and what is said
+    (lambda: make_index("IVF8,Flat", ids=np.arange(ROWS) // 2), False, "gives 300 ids to more than one vector, e.g. 0"),
+    (lambda: make_index("IDMap,Flat", ids=np.arange(ROWS) // 2), False, "gives several vectors the same id; use --ids"),
+    (lambda: make_index("IVF8,Flat", ids=np.arange(ROWS) - 1), False, "gives a vector the id -1"),
+    (lambda: make_index("IVF8,Flat"), False, "holds no ids; use --ids with a text file with an id per line"),
+    (lambda: make_index("Flat"), False, "holds no ids; use --ids"),
+    (lambda: make_index("IVF8,FlatDedup"), True, DEDUP),
+    (lambda: make_index("RR16,IVF8,FlatDedup", L2), True, DEDUP),
+    (lambda: make_index("IDMap,IVF8,FlatDedup", ids=own_ids("ascending")), True, DEDUP),
+    (lambda: make_index("ITQ16,LSH", L2), True, "this index type does not store them"),
+    (lambda: train_index("MinMax,SQ8", L2), True, "holds no vectors"),
+]
+
+
+@pytest.mark.parametrize(("make", "named", "message"), REFUSED)
+def test_an_index_without_clear_ids_or_vectors_is_refused(
+    make: Callable[[], Any], named: bool, message: str, tmp_path: Path
+) -> None:
     with pytest.raises(XcompatError, match=message):
-        adopt(make(), tmp_path)
+        adopt(make(), tmp_path, [str(row) for row in range(ROWS)] if named else None)
     assert not (tmp_path / "g").exists()
 
 
 @pytest.mark.parametrize("metric", [IP, L2])
-@pytest.mark.parametrize(
-    "factory",
-    [
-        "IVF8,PQ8x4fs",
-        "IDMap,OPQ8,IVF8,PQ8x4fs",
-        "IVF8,PQ8x4fs,RFlat",
-        "IVF300,PQ4x4fs",
-    ],
-)
+@pytest.mark.parametrize("factory", ["IVF8,PQ8x4fs", "IDMap,OPQ8,IVF8,PQ8x4fs", "IVF8,PQ8x4fs,RFlat", "IVF300,PQ4x4fs"])
 def test_fast_scan_codes_are_searched_and_read(factory: str, metric: int, tmp_path: Path) -> None:
     ids = own_ids("ascending")
     index = make_index(factory, metric, ids if "IDMap" in factory else None)
@@ -192,23 +197,16 @@ def test_fast_scan_codes_are_searched_and_read(factory: str, metric: int, tmp_pa
     assert hits[0][0].id not in [hit.id for hit in gallery.search(queries[:1], OLD, 10)[0]]
 
 
-def write_ondisk(folder: Path) -> None:
-    folder.mkdir()
-    trained = faiss.index_factory(DIM, "IVF8,Flat", IP)
-    trained.train(unit(2000, 99))
-    faiss.write_index(trained, str(folder / "trained"))
-    part = faiss.read_index(str(folder / "trained"))
-    part.add(unit(ROWS, 0))
-    faiss.write_index(part, str(folder / "part"))
-    index = faiss.read_index(str(folder / "trained"))
-    merge_ondisk(index, [str(folder / "part")], str(folder / "lists.ivfdata"))
-    faiss.write_index(index, str(folder / "i.faiss"))
-
-
 @pytest.mark.parametrize("moved", [False, True])
 def test_lists_on_disk_are_found_beside_their_index(moved: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, names = tmp_path / "made", [f"item {row}" for row in range(ROWS)]
-    write_ondisk(folder)
+    folder.mkdir()
+    faiss.write_index(train_index("IVF8,Flat"), str(folder / "trained"))
+    part, index = (faiss.read_index(str(folder / "trained")) for _ in range(2))
+    part.add(unit(ROWS, 0))
+    faiss.write_index(part, str(folder / "part"))
+    merge_ondisk(index, [str(folder / "part")], str(folder / "lists.ivfdata"))
+    faiss.write_index(index, str(folder / "i.faiss"))
     if moved:
         folder = folder.rename(tmp_path / "moved")
     monkeypatch.chdir(folder)
@@ -230,15 +228,6 @@ def test_a_binary_index_is_named(kind: str, tmp_path: Path) -> None:
         Gallery.from_faiss(tmp_path / "g", tmp_path / "i.faiss", None, OLD)
 
 
-@pytest.mark.parametrize("metric", [IP, L2])
-@pytest.mark.parametrize("wrap", ["", "IDMap,", "RR16,"])
-def test_an_index_that_stores_equal_vectors_once_is_named(wrap: str, metric: int, tmp_path: Path) -> None:
-    index = make_index(f"{wrap}IVF8,FlatDedup", metric, own_ids("ascending") if "IDMap" in wrap else None)
-    with pytest.raises(XcompatError, match=r"\(IndexIVFFlatDedup\).* returns no vectors .* build .* 'IVF8,Flat'"):
-        adopt(index, tmp_path, [str(row) for row in range(ROWS)])
-    assert not (tmp_path / "g").exists()
-
-
 @pytest.mark.parametrize("factory", ["LSH", "LSHrt", "IVF8,SQ8,RFlat", "IDMap,IVF8,SQ8,RFlat", "NSG16,Flat"])
 def test_rare_kinds_of_index_are_adopted(factory: str, tmp_path: Path) -> None:
     ids = own_ids("shuffled")
@@ -254,8 +243,7 @@ def test_rare_kinds_of_index_are_adopted(factory: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("direct_map", [faiss.DirectMap.Array, faiss.DirectMap.Hashtable])
 @pytest.mark.parametrize("own", [False, True])
 def test_an_index_with_a_direct_map_is_adopted(own: bool, direct_map: int, tmp_path: Path) -> None:
-    index = faiss.index_factory(DIM, "IVF8,Flat", IP)
-    index.train(unit(2000, 99))
+    index = train_index("IVF8,Flat")
     index.set_direct_map_type(direct_map)
     ids = own_ids("ascending") if own and direct_map == faiss.DirectMap.Hashtable else None  # an array takes no ids
     index.add(unit(ROWS, 0)) if ids is None else index.add_with_ids(unit(ROWS, 0), ids)
@@ -264,18 +252,6 @@ def test_an_index_with_a_direct_map_is_adopted(own: bool, direct_map: int, tmp_p
     rows = np.arange(index.ntotal)
     segment = adopt(index, tmp_path, [str(row) for row in rows]).segments[0]
     np.testing.assert_array_equal(segment.vectors(rows), unit(ROWS, 0)[rows])
-
-
-@pytest.mark.parametrize(
-    ("factory", "reason"), [("ITQ16,LSH", "this index type does not store them"), ("MinMax,SQ8", "holds no vectors")]
-)
-def test_an_index_that_returns_no_vectors_is_refused(factory: str, reason: str, tmp_path: Path) -> None:
-    index = faiss.index_factory(DIM, factory, L2)
-    index.train(unit(2000, 99))
-    if factory != "MinMax,SQ8":  # which makes codes only, and takes no vectors
-        index.add(unit(ROWS, 0))
-    with pytest.raises(XcompatError, match=reason):
-        adopt(index, tmp_path, [str(row) for row in range(ROWS)])
 
 
 @pytest.mark.parametrize("factory", ["IVF8,Flat", "IDMap,Flat", "IDMap,IVF8,Flat"])
@@ -310,3 +286,71 @@ def test_rows_and_labels_agree_with_a_dictionary() -> None:
         kept = random.random(100) < random.random()
         selector = RowLabels(labels).select(kept)
         assert [selector.is_member(label) for label in labels.tolist()] == kept.tolist()
+
+
+FACTORIES = ["Flat", "HNSW8", "IVF4,Flat", "IVF4,PQ4x4", "SQ8", "IDMap,Flat", "IDMap2,HNSW8", "OPQ4_8,IVF4,PQ4x4", "NSG8"]
+CRASHING = ["IVF4,PQ4x4fs", "OPQ4,IVF4,PQ4x4fs"]  # where faiss reconstructs them
+
+
+def write_index(path: Path, factory: str = "HNSW8") -> Path:
+    index = make_index(factory, ids=np.arange(ROWS) * 3 if factory.startswith("IDMap") else None)
+    faiss.write_index(index, str(path))
+    return path
+
+
+@pytest.mark.parametrize("factory", [*FACTORIES, *CRASHING])
+def test_a_whole_index_is_left_alone(factory: str, tmp_path: Path) -> None:
+    path = str(write_index(tmp_path / "index", factory))
+    assert faiss_probe.check_index(path, vectors=False) == faiss_probe.check_index(path, vectors=True) == ""
+
+
+@pytest.mark.parametrize("factory", ["HNSW8", "IVF4,PQ4x4"])
+def test_a_link_or_a_length_that_leads_nowhere_is_found(factory: str, tmp_path: Path) -> None:
+    whole = write_index(tmp_path / "index", factory).read_bytes()
+    places = range(40, len(whole) - 8, len(whole) // 60)
+    assert any(_is_refused(tmp_path / "index", whole[:at] + b"\xff\xff\xff\x7f" + whole[at + 4 :]) for at in places)
+
+
+def _is_refused(path: Path, content: bytes) -> bool:
+    path.write_bytes(content)
+    pid = os.fork()
+    if not pid:
+        faulthandler.disable()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        os._exit(1 if faiss_probe.check_index(str(path), vectors=True) else 0)
+    return os.waitpid(pid, 0)[1] != 0
+
+
+@pytest.mark.usefixtures("another_process")
+def test_another_process_reads_it_and_what_it_finds_is_one_line(tmp_path: Path) -> None:
+    path = write_index(tmp_path / "index")
+    probing.require_readable(path)
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(XcompatError, match=f"{path} is not a readable faiss index: .*; write it again") as refused:
+        probing.require_readable(path)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.usefixtures("another_process")
+@pytest.mark.parametrize(
+    ("script", "message"),
+    [
+        (f"import os, signal; os.kill(os.getpid(), {signal.SIGSEGV.value})", r"faiss crashed on it \(-11\)"),
+        ("import sys; sys.stderr.write('no\\nreason\\n'); sys.exit(3)", "reason"),
+        ("while True: pass", "faiss did not finish within 1 s"),
+    ],
+)
+def test_broken_processes_are_refusals(script: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "script.py").write_text(script)
+    monkeypatch.setattr(probing, "_SCRIPT", tmp_path / "script.py")
+    monkeypatch.setattr(probing, "SECONDS", 1.0)
+    path = write_index(tmp_path / "index")
+    with pytest.raises(XcompatError, match=message):
+        probing.require_readable(path)
+    with pytest.raises(XcompatError, match=message):
+        Gallery.from_faiss(tmp_path / "gallery", path, [f"item {row}" for row in range(ROWS)], OLD)
+    assert not (tmp_path / "gallery").exists()
+    model = ProcrustesModel(ProcrustesConfig(old=describe_old(OLD, DIM), embedding_dim=DIM))
+    with pytest.raises(XcompatError, match=message):
+        to_faiss(model, path, tmp_path / "out")
+    assert not (tmp_path / "out").exists()

@@ -14,16 +14,15 @@ from urllib.parse import urlencode
 
 import numpy as np
 import pytest
-import torch
+from conftest import store
 from PIL import Image
 from schedule import mostly_nightly_rows
 from test_labelled_run import write_classes
 
-from xcompat import Fingerprint, XbtModel, XcompatError, cli
+from xcompat import Fingerprint, XcompatError, cli
 from xcompat.embeddings.provider import query_model
 from xcompat.evaluation.query_changes import Order, sort_by_change
-from xcompat.methods import FctModel
-from xcompat.models.embedder import Embedder, load_embedder
+from xcompat.models.embedder import Embedder
 from xcompat.report import report_file
 from xcompat.retrieval import Gallery
 from xcompat.retrieval.hit_output import wanted_metadata
@@ -48,42 +47,18 @@ from xcompat.serve.site import NEW, OLD, Shelf, Side, Site, Source
 from xcompat.serve.site_loading import load_site
 
 HOSTILE = "<img src=x onerror=alert(1)>${7*7}{{7*7}}.png"
-COUNT = 40
+NAMES = [f"{number:02}.png" for number in range(40)]
+COUNT = len(NAMES)
 CHROMIUM = shutil.which("chromium")
 
 
 @pytest.fixture(scope="module")
-def old(old_folder: str) -> Embedder:
-    return load_embedder(old_folder)
-
-
-@pytest.fixture(scope="module")
-def new(folder_of: dict[str, str], old: Embedder, tmp_path_factory: pytest.TempPathFactory) -> Embedder:
-    folder = tmp_path_factory.mktemp("serve") / "xbt"
-    torch.manual_seed(0)
-    XbtModel.from_encoder(folder_of["clip"], old=old.describe_old()).export(folder)
-    return load_embedder(str(folder))
-
-
-@pytest.fixture(scope="module")
-def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("photos")
-    for number in range(COUNT):
-        pixels = np.random.default_rng(number).integers(0, 255, (24, 32, 3), dtype=np.uint8)
-        Image.fromarray(pixels).save(folder / f"{number}.png")
-    return folder
-
-
-@pytest.fixture(scope="module")
 def gallery(old: Embedder, photos: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("served") / "shop"
-    made = Gallery.create(folder, old)
-    images = [Image.open(photos / f"{number}.png") for number in range(COUNT)]
+    made = Gallery.create(tmp_path_factory.mktemp("served") / "shop", old)
+    images = [Image.open(photos / name) for name in NAMES]
     about = [{"colour": ["red", "green"][number % 2], "caption": f"thing number {number}"} for number in range(COUNT)]
     embeds = old.embed({"pixel_values": old.processor.images(images)})
-    made.add(embeds, [*(f"{number}.png" for number in range(COUNT - 1)), HOSTILE], about)
-    made.commit()
-    return folder
+    return store(made, embeds, [*NAMES[:-1], HOSTILE], about).path
 
 
 @pytest.fixture(scope="module")
@@ -91,23 +66,16 @@ def mixed(gallery: Path, new: Embedder, photos: Path) -> Path:
     """Return a copy of the gallery in which the new model has embedded a third anew."""
     folder = gallery.with_name("mixed")
     shutil.copytree(gallery, folder)
-    again = Gallery.open(folder)
-    names = [f"{number}.png" for number in range(0, COUNT - 1, 3)]
+    names = NAMES[:-1:3]
     embeds = new.embed({"pixel_values": new.processor.images([Image.open(photos / name) for name in names])})
-    again.add(embeds, names, version=new, replace=True)
-    again.commit()
-    return folder
+    return store(Gallery.open(folder), embeds, names, version=new, replace=True).path
 
 
 @pytest.fixture(scope="module")
 def texts(old: Embedder, gallery: Path) -> Path:
     lines = [f"sentence {number} of many" for number in range(COUNT)]
-    made = Gallery.create(gallery.with_name("texts"), old)
-    made.add(
-        old.embed(old.processor.texts(lines)), [f"line {number}" for number in range(COUNT)], [{"text": line} for line in lines]
-    )
-    made.commit()
-    return made.path
+    names, about = [f"line {number}" for number in range(COUNT)], [{"text": line} for line in lines]
+    return store(Gallery.create(gallery.with_name("texts"), old), old.embed(old.processor.texts(lines)), names, about).path
 
 
 @pytest.fixture(scope="module")
@@ -151,20 +119,10 @@ def run_address(run_site: Site) -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def upgradable(
-    old_folder: str,
-    old: Embedder,
-    folder_of: dict[str, str],
-    gallery: Path,
-    photos: Path,
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Site:
+def upgradable(old_folder: str, upgrading_folder: str, gallery: Path, photos: Path) -> Site:
     """Return the page of a gallery that may be changed, with a model that maps it."""
-    base = tmp_path_factory.mktemp("upgradable")
-    shutil.copytree(gallery, base / "gallery")
-    torch.manual_seed(0)
-    FctModel.from_encoder(folder_of["clip"], old=old.describe_old()).export(base / "fct")
-    return load_site(str(base / "gallery"), str(base / "fct"), old_folder, [photos], allow_changes=True)
+    folder = shutil.copytree(gallery, gallery.with_name("upgradable"))
+    return load_site(str(folder), upgrading_folder, old_folder, [photos], allow_changes=True)
 
 
 @pytest.fixture(scope="module")
@@ -259,10 +217,10 @@ def test_a_text_is_searched_with_both_models(page: Page, visit: Open, gallery: P
 def test_a_image_is_searched_and_kept_nowhere(page: Page, gallery: Path, photos: Path, old: Embedder, new: Embedder) -> None:
     ask(page, "a link of before")
     page.get_by_label("image", exact=True).check()
-    page.get_by_label("Image (or drop one").set_input_files(photos / "5.png")
+    page.get_by_label("Image (or drop one").set_input_files(photos / "05.png")
     page.get_by_alt_text("query image").wait_for()
     for side, embedder in ((OLD, old), (NEW, new)):
-        assert ids(page, side) == found(gallery, embedder, Image.open(photos / "5.png"))
+        assert ids(page, side) == found(gallery, embedder, Image.open(photos / "05.png"))
     assert "link to this search" not in page.inner_text("#results") and page.url.endswith("/")
 
 
@@ -342,11 +300,8 @@ def test_every_tab_is_accessible(visit: Open, run_address: str, upgradable_addre
         page.locator(shown).first.wait_for()
         page.wait_for_function("() => document.querySelector('[aria-busy]') === null")
         page.wait_for_function("() => document.getAnimations().every(each => each.playState !== 'running')")
-        broken = [
-            each
-            for each in axe.run(page, options={"iframes": False}).response["violations"]
-            if each["impact"] in ("serious", "critical")
-        ]
+        found = axe.run(page, options={"iframes": False}).response["violations"]
+        broken = [each for each in found if each["impact"] in ("serious", "critical")]
         assert [(at, each["id"], [node["html"] for node in each["nodes"]]) for each in broken] == []
         assert page.evaluate("document.documentElement.scrollWidth") <= width, f"{at} is wider than the screen"
 
@@ -373,9 +328,8 @@ def test_the_page_shows_what_the_report_says(visit: Open, run_address: str, run_
 
     def expected(order: Order, number: int) -> list[str]:
         rows = sort_by_change(judged.old_Q, judged.new_Q, order).rows_q[PER_PAGE * (number - 1) : PER_PAGE * number]
-        return [
-            f"{judged.questions.words(int(judged.rows_Q[row]))}: {judged.old_Q[row] + 1}, {judged.new_Q[row] + 1}" for row in rows
-        ]
+        ranks = [(judged.questions.words(int(judged.rows_Q[row])), judged.old_Q[row], judged.new_Q[row]) for row in rows]
+        return [f"{question}: {before + 1}, {after + 1}" for question, before, after in ranks]
 
     def shown(number: int, order: str) -> list[str]:
         page.locator(f".flips[data-page='{number}'][data-order='{order}']").wait_for()
@@ -463,11 +417,10 @@ def test_several_folders(gallery: Path, new: Embedder, photos: Path, tmp_path: P
     first, listed, second = (tmp_path / name for name in ("first", "listed", "second"))
     for folder in (first, listed, second):
         folder.mkdir()
-    for number in range(COUNT - 1):
-        folder = first if number % 2 else listed if number < 5 else second
-        shutil.copy(photos / f"{number}.png", folder / f"{number}.png")
-    shutil.copy(photos / "3.png", second / "1.png")  # an id that both have: the first one's image is shown
-    (listed / "captions.csv").write_text("image,caption\n" + "\n".join(f"{n}.png,thing {n}" for n in (0, 2, 4)))
+    for number, name in enumerate(NAMES[:-1]):
+        shutil.copy(photos / name, first if number % 2 else listed if number < 5 else second)
+    shutil.copy(photos / "03.png", second / "01.png")  # an id that both have: the first one's image is shown
+    (listed / "captions.csv").write_text("image,caption\n" + "\n".join(f"{n:02}.png,thing {n}" for n in (0, 2, 4)))
 
     typed: list[Any] = []
     monkeypatch.setattr("xcompat.serve.serve_target", lambda *given: typed.extend(given[4]))
@@ -479,16 +432,13 @@ def test_several_folders(gallery: Path, new: Embedder, photos: Path, tmp_path: P
     assert typed == [first, listed / "captions.csv", second]
 
     shelf = Shelf("shop", gallery, list(map(Source, typed)))
-    for number in (0, 1, 2, 6):
-        image, stored = shelf.image(f"{number}.png", None), Image.open(photos / f"{number}.png")
+    for name in [*NAMES[:3], NAMES[6]]:
+        image, stored = shelf.image(name, None), Image.open(photos / name)
         assert image is not None and np.array_equal(image, stored)
-    assert sorted(shelf.originals.ids) == sorted(f"{number}.png" for number in range(COUNT - 1))
-    assert shelf.originals.metadata(np.array([shelf.originals.ids.index("4.png")])) == [{"caption": "thing 4"}]
+    assert sorted(shelf.originals.ids) == NAMES[:-1]
+    assert shelf.originals.metadata(np.array([shelf.originals.ids.index("04.png")])) == [{"caption": "thing 4"}]
 
-    for sources, said in (
-        (typed, "1 hit has no image: --images has only readable images of first and"),
-        (typed[:1], "21 hits have"),
-    ):
+    for sources, said in ((typed, "1 hit has no image: --images has only readable images of first"), (typed[:1], "21 hits have")):
         site = Site("shop", {"shop": Shelf("shop", gallery, list(map(Source, sources)))}, [Side(NEW, new)])
         shown = unescape(answer(site, SearchQuery(kind="text", text="a red shoe", gallery="shop", k=COUNT)))
         assert shown.count(said) == 1
@@ -519,28 +469,18 @@ def test_models_that_read_images_alone_are_not_asked_texts(labelled_site: Site) 
     assert answer(labelled_site, asked).count('data-item="') == 6
 
 
-def test_every_filter_that_is_offered_finds_its_items(tmp_path: Path) -> None:
+def test_links_with_any_number_and_offered_filters_find_items(site: Site, tmp_path: Path) -> None:
+    for k, hits in (("7", 7), ("0", 1), ("999", 50), *((wrong, 10) for wrong in ("²", "9" * 5000, "-1", "", "x"))):
+        assert restore_query(site, [("k", k)]).k == hits
     values = [True, False, None, 5, 1.5, "red", "true", "5", "null", "None", '"quoted"']
-    made = Gallery.create(tmp_path / "kinds", Fingerprint.from_string("m"), dim=2)
-    made.add(
-        np.ones((2 * len(values), 2)),
-        [f"{row}" for row in range(2 * len(values))],
-        [{"x": each, "a=b": "c"} for each in values] * 2,
-    )
-    made.commit()
+    made, names = Gallery.create(tmp_path / "kinds", Fingerprint.from_string("m"), dim=2), list(map(str, range(2 * len(values))))
+    store(made, np.ones((len(names), 2)), names, [{"x": each, "a=b": "c"} for each in values] * 2)
     offered = facets_of(Shelf("kinds", tmp_path / "kinds"))
     assert len(offered) == len(set(offered)) == len(values) - 3, "true, 5 and null may be texts too, and a=b=c is no filter"
     for value in values:
         spelled = value if isinstance(value, str) else json.dumps(value)
         hits = made.search(np.ones((1, 2)), made.versions[0], 50, where=wanted_metadata([f"x={spelled}"]))[0]
         assert f"x={spelled}" in offered and any(type(hit.metadata["x"]) is type(value) for hit in hits if hit.metadata), value
-
-
-@pytest.mark.parametrize(
-    ("k", "hits"), [("7", 7), ("0", 1), ("999", 50), ("²", 10), ("9" * 5000, 10), ("-1", 10), ("", 10), ("x", 10)]
-)
-def test_a_link_with_any_number_of_hits_is_restored(site: Site, k: str, hits: int) -> None:
-    assert restore_query(site, [("k", k)]).k == hits
 
 
 @pytest.mark.parametrize("title", ["shop", "texts"])

@@ -1,19 +1,26 @@
-"""A shadow answers the same queries in two ways, says what would change, and leaves what it searches as it was."""
+"""Shadows, which say what a switch would change; backfills, whose random order survives budgets and kills."""
 
 from __future__ import annotations
 
 import io
 import json
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
+import datasets as hf
+import numpy as np
 import pytest
-from conftest import write_photos
+from torch import Tensor
 
 from xcompat import Fingerprint
-from xcompat.models.embedder import Embedder, load_embedder
-from xcompat.retrieval import Gallery, Hit, commands
-from xcompat.retrieval.originals import load_originals
+from xcompat.data.schema import ID
+from xcompat.models.embedder import Embedder
+from xcompat.retrieval import Gallery, Hit, commands, ingestion, originals
+from xcompat.retrieval.backfilling import Backfill, remaining_rows
+from xcompat.retrieval.originals import Texts, load_originals
 from xcompat.retrieval.ranking_comparison import find
 from xcompat.retrieval.reranking import Reranker
 from xcompat.stores.shadow import Pair, SearchSetup, Shadow, compare_ways
@@ -23,27 +30,13 @@ Run = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture(scope="module")
-def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_photos(tmp_path_factory.mktemp("shadow") / "photos", 24)
+def gallery(photos: Path, old: Embedder, tmp_path_factory: pytest.TempPathFactory) -> Gallery:
+    folder = tmp_path_factory.mktemp("shadow") / "gallery"
+    commands.build(folder, load_originals(photos), old, "Flat", None)
+    return Gallery.open(folder)
 
 
-@pytest.fixture(scope="module")
-def old(old_folder: str) -> Embedder:
-    return load_embedder(old_folder)
-
-
-@pytest.fixture(scope="module")
-def new(compatible_folder: str) -> Embedder:
-    return load_embedder(compatible_folder)
-
-
-@pytest.fixture(scope="module")
-def gallery(photos: Path, old: Embedder) -> Gallery:
-    commands.build(photos.with_name("gallery"), load_originals(photos), old, "Flat", None)
-    return Gallery.open(photos.with_name("gallery"))
-
-
-def test_numbers_are_those_of_two_searches(gallery: Gallery, old: Embedder, new: Embedder, photos: Path) -> None:
+def test_numbers_of_a_shadow_are_those_of_two_searches(gallery: Gallery, old: Embedder, new: Embedder, photos: Path) -> None:
     before = {file: file.stat().st_mtime_ns for file in gallery.path.rglob("*")}
     rerank = Reranker(new, load_originals(photos), keep=False)
     for way in (SearchSetup(new), SearchSetup(new, rerank=rerank)):
@@ -79,33 +72,86 @@ def test_reasons_against(new: str, items: int, limit_ms: float | None, failed: l
 
 
 @pytest.mark.parametrize("address", ["{}", "file://{}"])
-def test_the_command_line(
+def test_a_shadow_on_the_command_line(
     address: str, run_xcompat: Run, gallery: Gallery, old_folder: str, compatible_folder: str, photos: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "queries.txt").write_text("".join(f"{query}\n" for query in QUERIES))
     ways = ("--old", old_folder, "--model", compatible_folder, "--queries", tmp_path / "queries.txt")
     out = tmp_path / "shadow.json"
-    code, said, _ = run_xcompat("shadow", address.format(gallery.path), *ways, "--top-k", 24, "--out", out)
-    assert code == 0 and "same hits among 24" in said and "Go: all 4 queries" in said
+    code, said, _ = run_xcompat("shadow", address.format(gallery.path), *ways, "--top-k", 40, "--out", out)
+    assert code == 0 and "same hits among 40" in said and "Go: all 4 queries" in said
     told = json.loads(out.read_text())
     assert told["go"] and {each["query"] for each in told["queries"]} == set(QUERIES) and told["overlap"]["mean"] == 1
     code, _, said = run_xcompat("shadow", gallery.path, *ways, "--out", out)
     assert code == 2 and f"{out} exists" in said
-    code, said, _ = run_xcompat("shadow", gallery.path, *ways, "--limit-ms", 0.001, "--limit", 2, "--top-k", 24)
-    assert code == 1 and "No-go: 5 % of the queries take longer" in said and "2 queries, 24 items" in said
+    code, said, _ = run_xcompat("shadow", gallery.path, *ways, "--limit-ms", 0.001, "--limit", 2, "--top-k", 40)
+    assert code == 1 and "No-go: 5 % of the queries take longer" in said and "2 queries, 40 items" in said
 
 
-def test_today_with_a_re_ranking_and_queries_from_stdin(
+def test_a_shadow_of_a_re_ranking_from_stdin_and_of_images(
     run_xcompat: Run, gallery: Gallery, old_folder: str, compatible_folder: str, photos: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("a dog\n\na cat\n"))
     ways = ("--old", old_folder, "--model", old_folder, "--queries", "-", "--top-k", 20)
     rerank = ("--rerank", 20, "--rerank-with", compatible_folder, "--originals", photos)
     code, said, _ = run_xcompat("shadow", gallery.path, *ways, *rerank)
-    assert code == 0 and "2 queries, 24 items" in said and "embedded" in said
-
-
-def test_images_that_ask(run_xcompat: Run, gallery: Gallery, old_folder: str, compatible_folder: str, photos: Path) -> None:
-    ways = ("--old", old_folder, "--model", compatible_folder, "--queries", photos, "--top-k", 24)
+    assert code == 0 and "2 queries, 40 items" in said and "embedded" in said
+    ways = ("--old", old_folder, "--model", compatible_folder, "--queries", photos, "--top-k", 40)
     code, said, _ = run_xcompat("shadow", gallery.path, *ways)
-    assert code == 0 and "24 queries, 24 items" in said
+    assert code == 0 and "40 queries, 40 items" in said
+
+
+def embedded_anew(gallery: Gallery, new: Embedder) -> list[str]:
+    """Return what the new model embedded, in the order in which it was stored."""
+    digest = new.fingerprint.digest
+    parts = [items.ids for each in gallery.segments if each.record.version == digest for _, items in each.blocks(1000)]
+    return [name for part in parts for name in part]
+
+
+def test_a_backfill_that_was_killed_ends_as_one_run_does(
+    photos: Path, old: Embedder, new: Embedder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands.build(tmp_path / "gallery", load_originals(photos), old, "Flat", None)
+    gallery = Gallery.open(tmp_path / "gallery")
+    monkeypatch.setattr(ingestion, "COMMIT_EVERY", -1.0)
+    monkeypatch.setattr(originals, "IMAGES_AT_ONCE", 1)
+    monkeypatch.setattr(originals, "images_per_batch", lambda *_: 4)
+    plan, embed, calls = Backfill(gallery, load_originals(photos), new, 20), new.embed, []
+
+    def dies_after(batch: dict[str, Tensor]) -> Tensor:
+        calls.append(batch)
+        if len(calls) > 3:
+            raise KeyboardInterrupt
+        return embed(batch)
+
+    order = [f"{row:02}.png" for row in plan.remaining]
+    monkeypatch.setattr(new, "embed", dies_after)
+    with pytest.raises(KeyboardInterrupt):
+        plan.run()
+    gallery.close()
+    monkeypatch.setattr(new, "embed", embed)
+    seen = Gallery.open(gallery.path)
+    assert embedded_anew(seen, new) == order[:12] and len(seen) == 40
+    assert Backfill(seen, load_originals(photos), new, 8).run().added == 8
+    assert embedded_anew(seen, new) == order[:20] and seen.damage() == []
+    assert sorted(order) != order and sorted(order) == sorted(name.name for name in photos.iterdir())
+    assert Backfill(seen, load_originals(photos), new).run().added == 20
+
+
+def test_the_order_of_a_backfill_depends_on_ids_alone(tmp_path: Path) -> None:
+    ids = [f"class {label}/{number}.png" for label in range(10) for number in range(200)]
+    gallery = Gallery.create(tmp_path / "gallery", Fingerprint.from_string("old"), dim=2)
+    gallery.add(np.random.default_rng(0).normal(size=(len(ids), 2)), ids)
+    gallery.commit()
+    model = cast("Any", SimpleNamespace(fingerprint=Fingerprint.from_string("new")))
+
+    def rows_of(names: list[str]) -> list[str]:
+        return [names[row] for row in remaining_rows(gallery, Texts(hf.Dataset.from_dict({ID: names})), model)]
+
+    order = rows_of(ids)
+    assert rows_of(np.random.default_rng(1).permutation(ids).tolist()) == order
+    assert rows_of(some := sorted([*ids[::3], "not there.png"])) == [name for name in order if name in some]
+    for done in (500, 1000, 1500):  # of each of ten classes a tenth, give or take five standard deviations
+        counts = Counter(name.split("/")[0] for name in order[:done])
+        deviation = (done * 0.1 * 0.9 * (1 - done / len(ids))) ** 0.5
+        assert all(abs(counts[f"class {label}"] - done / 10) < 5 * deviation for label in range(10))

@@ -12,7 +12,10 @@ from typing import Any, cast
 
 import datasets as hf
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+from conftest import store
 from numpy.typing import NDArray
 from PIL import Image
 from schedule import mostly_nightly
@@ -63,14 +66,16 @@ def rows_of(gallery: Gallery) -> dict[str, tuple[NDArray[np.float32], Any]]:
     return found
 
 
-def test_a_gallery_holds_each_text_as_embedded_alone(run: Run, documents: Path, tmp_path: Path, old_folder: str) -> None:
+def test_a_gallery_holds_each_text_as_embedded_alone(
+    run: Run, documents: Path, tmp_path: Path, old_folder: str, old: Embedder
+) -> None:
     gallery = tmp_path / "gallery"
     code, out, err = run("build", documents, "--model", old_folder, "--out", gallery)
     assert (code, err) == (0, "") and f"{DOCUMENTS} texts added" in out
-    stored, model = rows_of(Gallery.open(gallery)), load_embedder(old_folder)
+    stored = rows_of(Gallery.open(gallery))
     assert list(stored) == [f"doc-{number}" for number in range(DOCUMENTS)]
     for number, (embeds, about) in enumerate(stored.values()):
-        alone = model.embed(model.processor.texts(document(number)))[0]
+        alone = old.embed(old.processor.texts(document(number)))[0]
         np.testing.assert_allclose(embeds, alone, atol=1e-5)
         assert about == {"year": 2000 + number % 3, "text": document(number)}
     code, out, _ = run("build", documents, "--model", old_folder, "--out", gallery)
@@ -142,9 +147,9 @@ def test_texts_cut_otherwise_are_refused(run: Run, documents: Path, tmp_path: Pa
 
 
 def test_an_embedding_without_direction_is_named(
-    documents: Path, tmp_path: Path, old_folder: str, monkeypatch: pytest.MonkeyPatch
+    documents: Path, tmp_path: Path, old: Embedder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    embedder, texts = load_embedder(old_folder), load_originals(documents)
+    texts = load_originals(documents)
     embed = texts.embed
 
     def spoilt(*arguments: Any) -> Any:
@@ -153,26 +158,22 @@ def test_an_embedding_without_direction_is_named(
             yield rows, embeds
 
     monkeypatch.setattr(texts, "embed", spoilt)
-    gallery = Gallery.create(tmp_path / "gallery", embedder)
+    gallery = Gallery.create(tmp_path / "gallery", old)
     with pytest.raises(XcompatError, match="the embedding of 'doc-7' is zero and has no direction"):
-        ingest(gallery, texts, embedder)
+        ingest(gallery, texts, old)
     gallery.close()
     assert len(Gallery.open(gallery.path)) == 0
 
 
 def write_sources(folder: Path) -> None:
     """Write every kind of source, each under a name that says what it holds."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
     image = Image.new("RGB", (8, 8), "red")
-    for name in ("images", "images with captions", "images beside a text"):
+    for name in ("images", "images with captions", "images beside a text", "texts", "texts called metadata"):
         (folder / name).mkdir()
-        image.save(folder / name / "a.png")
+        if name.startswith("images"):
+            image.save(folder / name / "a.png")
     (folder / "images with captions" / "captions.csv").write_text("image,caption\na.png,a red square\n")
     (folder / "images beside a text" / "README.txt").write_text("about these\n")
-    for name in ("texts", "texts called metadata"):
-        (folder / name).mkdir()
     (folder / "texts" / "a.txt").write_text("one\ntwo\n")
     (folder / "texts called metadata" / "metadata.jsonl").write_text('{"path": "a.md", "text": "one"}\n')
     (folder / "texts.csv").write_text("path,caption\ndocs/a.md,one\n")
@@ -225,8 +226,7 @@ def grouped(tmp_path_factory: pytest.TempPathFactory) -> Gallery:
         ids = [f"{segment}-{number}" for number in range(80)]
         named = [{"document": f"d{min(int(rng.exponential(8)), 30)}", "even": number % 2 == 0} for number in range(80)]
         about = [None if number % 20 == 19 else each for number, each in enumerate(named)]
-        made.add(rng.normal(size=(80, 6)) + np.array([3, 0, 0, 0, 0, 0]) * (segment == 0), ids, about)
-        made.commit()
+        store(made, rng.normal(size=(80, 6)) + np.array([3, 0, 0, 0, 0, 0]) * (segment == 0), ids, about)
     made.remove(["0-3", "2-70"])
     made.commit()
     return made
@@ -255,8 +255,7 @@ def test_groups_of_all_hits(top_k: int, where: dict[str, Any] | None, grouped: G
 
 
 @pytest.mark.parametrize("merge", mostly_nightly(["raw", "standardised", "calibrated"], "calibrated".__eq__))
-def test_groups_of_versions_make_one_ranking(merge: Any, documents: Path, tmp_path: Path, old_folder: str, newer: str) -> None:
-    old, new = load_embedder(old_folder), load_embedder(newer)
+def test_groups_of_versions_make_one_ranking(merge: Any, documents: Path, tmp_path: Path, old: Embedder, new: Embedder) -> None:
     texts, gallery = load_originals(documents, words=4), Gallery.create(tmp_path / "g", old)
     ingest(gallery, texts, old)
     Backfill(gallery, texts, new, 60).run()
@@ -271,11 +270,10 @@ def test_few_groups_are_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ca
     monkeypatch.setattr(searching, "GROUPED_AT_MOST", 50)
     monkeypatch.setattr(progress.logger, "propagate", True)
     progress.notice_once.cache_clear()
-    gallery = Gallery.create(tmp_path / "g", OLD, dim=2)
     angles = np.linspace(0, 1, 100)
     about = [{"document": number // 60, "tags": [number // 60]} for number in range(100)]
-    gallery.add(np.stack([np.cos(angles), np.sin(angles)], 1), [str(number) for number in range(100)], about)
-    gallery.commit()
+    rows, names = np.stack([np.cos(angles), np.sin(angles)], 1), [str(number) for number in range(100)]
+    gallery = store(Gallery.create(tmp_path / "g", OLD, dim=2), rows, names, about)
     (hits,) = gallery.search([[1.0, 0.0]], OLD, 2, group_by="document")
     assert [hit.group for hit in hits] == [0] and "the 50 nearest items of a query have fewer than 2 values" in caplog.text
     (hits,) = gallery.search([[1.0, 0.0]], OLD, 60, group_by="tags")  # as many as are asked for are always looked through
@@ -284,7 +282,9 @@ def test_few_groups_are_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ca
     assert [hit.group for hit in hits] == [[1], [0]]
 
 
-def test_the_command_and_the_pipeline_group(run: Run, documents: Path, tmp_path: Path, old_folder: str, newer: str) -> None:
+def test_the_command_and_the_pipeline_group(
+    run: Run, documents: Path, tmp_path: Path, old_folder: str, newer: str, monkeypatch: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     gallery = tmp_path / "gallery"
     assert run("build", documents, "--model", old_folder, "--out", gallery, *CUT)[0] == 0
     code, out, _ = run("search", gallery, "a bear", "--model", newer, "--group-by", "document", "--top-k", 20)
@@ -295,6 +295,11 @@ def test_the_command_and_the_pipeline_group(run: Run, documents: Path, tmp_path:
     assert code == 0 and "no hit has 'documnt' in its metadata" in out
     find = pipeline("compatible-retrieval", model=newer, gallery=str(gallery), group_by="document")
     assert [hit.group for hit in find("a bear", top_k=20)] == [cells[4].strip() for cells in rows]
+    with pytest.raises(XcompatError, match="the query is empty"):
+        find("  ")
+    monkeypatch.setattr(progress.logger, "propagate", True)
+    progress.notice_once.cache_clear()
+    assert find("bears sleep " * 100) and "queries truncated to 16 tokens" in caplog.text
 
 
 def test_impossible_queries_are_one_line(run: Run, tmp_path: Path, old_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -305,26 +310,11 @@ def test_impossible_queries_are_one_line(run: Run, tmp_path: Path, old_folder: s
         ("", "the query is empty"),
         (" \n", "the query is empty"),
         ("docs.txt", "file docs.txt is not a readable image"),
+        ("photos/bear.png", "there is no image photos/bear.png"),
     ):
         code, _, err = run("search", "g", query, "--model", old_folder)
         assert code == 2 and err.count("\n") == 1 and message in err
-    code, _, err = run("search", "g", "photos/bear.png", "--model", old_folder)
-    assert code == 2 and "there is no image photos/bear.png" in err
     code, out, _ = run("search", "g", "bears sleep " * 100, "--model", old_folder)  # no file has so long a name
     assert code == 0 and "query truncated to 16 tokens" in out
     (row,) = [line for line in out.splitlines() if "bears" in line]
     assert "[red]bears[/red] sleep sleep" in row and " … " in row and row.count("sleep") < 15
-
-
-def test_the_pipeline_says_so_too(
-    tmp_path: Path, newer: str, old_folder: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(progress.logger, "propagate", True)
-    progress.notice_once.cache_clear()
-    (tmp_path / "docs.txt").write_text("bears sleep\nants work\n")
-    old = load_embedder(old_folder)
-    ingest(Gallery.create(tmp_path / "g", old), load_originals(tmp_path / "docs.txt"), old)
-    find = pipeline("compatible-retrieval", model=newer, gallery=str(tmp_path / "g"))
-    with pytest.raises(XcompatError, match="the query is empty"):
-        find("  ")
-    assert len(find("bears sleep " * 100)) == 2 and "queries truncated to 16 tokens" in caplog.text
