@@ -12,9 +12,11 @@ import pytest
 import test_vector_formats as formats
 from safetensors.numpy import save_file
 
-from xcompat import Fingerprint
+from xcompat import Fingerprint, XcompatError
+from xcompat.encoders import EncoderSource
 from xcompat.report import load_report
 from xcompat.retrieval import Gallery
+from xcompat.training.stored_models import is_stored, load_stored, require_stored
 
 COUNT, DIM = 60, 8
 IDS = [f"{row:03}" for row in range(COUNT)]
@@ -120,6 +122,68 @@ def test_evaluate_reads_it(place: tuple[str, str], tmp_path: Path, run_xcompat: 
     assert code == 0, err
     cases = {case.label: case for case in load_report(tmp_path / "report").cases}
     assert cases["new/old"].metrics["cmc@1"] > cases["old/old"].metrics["cmc@1"] > 0.3
+
+
+def test_a_recipe_reads_it_as_the_old_model(place: tuple[str, str]) -> None:
+    _, old = place
+    assert is_stored(old) and require_stored(old)
+    model = load_stored(EncoderSource(name=old).name)
+    np.testing.assert_allclose(model.lookup(IDS[::-1])[:], OLD[::-1], atol=1e-3)
+
+
+def test_a_gallery_is_built_from_it(place: tuple[str, str], tmp_path: Path, run_xcompat: Run) -> None:
+    form, source = place
+    ids = ("--ids", "stored/a.ids.txt") if form in IDS_BESIDE[1:] else ()
+    chosen = {"CSV of a cookbook": ("--vector-name", "embedding"), "compressed TSV": ("--vector-name", "vector")}.get(form, ())
+    command = ("gallery", "build", source, "--model", "clip-b32", "--out", "built", *ids, *chosen)
+    code, out, err = run_xcompat(*command)
+    assert code == 0 and "60 vectors of clip-b32" in out, out + err
+    with Gallery.open("built") as gallery:
+        hits = gallery.search(OLD[[7, 31]], Fingerprint.from_string("clip-b32"), top_k=1)
+        assert len(gallery) == COUNT and [each[0].id for each in hits] == [IDS[7], IDS[31]]
+
+
+def test_a_gallery_of_vectors_continues_and_refuses_what_does_not_fit(tmp_path: Path, run_xcompat: Run) -> None:
+    table = {"id": IDS, "text": [f"item {name}" for name in IDS], "embedding": list(OLD), "other": list(NEW)}
+    source, part = tmp_path / "a.parquet", tmp_path / "part.parquet"
+    formats.pq.write_table(formats.pa.table(table), source)
+    formats.pq.write_table(formats.pa.table({name: values[:20] for name, values in table.items() if name != "text"}), part)
+    command = ("--model", "clip-b32", "--out", tmp_path / "gallery")
+
+    def said(*typed: object) -> str:
+        _, out, err = run_xcompat("gallery", "build", *typed)
+        return (out + err).splitlines()[-1]
+
+    assert "20 vectors of clip-b32" in said(part, "--vector-name", "other", *command)
+    assert "40 vectors of clip-b32" in (line := said(source, "--vector-name", "other", *command))
+    assert "20 were there already" in line
+    with Gallery.open(tmp_path / "gallery") as gallery:
+        assert gallery.search(NEW[[50]], Fingerprint.from_string("clip-b32"), top_k=1)[0][0].id == IDS[50]
+    assert "no single model could search embeddings of other-model" in said(part, *command, "--model", "other-model")
+    assert "no such name in" in (line := said(part, "--vector-name", "othr", *command)) and "did you mean 'other'?" in line
+    assert "holds vectors: remove --dtype, --side-info and the options of images and texts" in said(part, "--words", 5, *command)
+    assert "has ids of its own; remove --ids" in said(part, "--ids", part, *command)
+    assert "--ids works only with vectors" in said(source, "--ids", part, "--model", "clip-b32", "--out", tmp_path / "new")
+    np.save(tmp_path / "a.npy", OLD)
+    assert "a.npy has no ids; write the id of each vector to a.ids.txt beside it" in said(tmp_path / "a.npy", *command)
+    assert "nosuch.npy does not exist; did you mean" in said(tmp_path / "nosuch.npy", *command)
+
+
+def test_rows_of_an_old_model_need_ids(tmp_path: Path) -> None:
+    np.save(tmp_path / "a.npy", OLD)
+    formats.pq.write_table(formats.pa.table({"embedding": list(OLD)}), tmp_path / "b.parquet")
+    with pytest.raises(XcompatError, match="a.npy has no ids; write the id of each vector to a.ids.txt beside it"):
+        require_stored(str(tmp_path / "a.npy"))
+    with pytest.raises(XcompatError, match="b.parquet has no ids; write the id of each vector to b.ids.txt beside it"):
+        load_stored(str(tmp_path / "b.parquet"))
+    _write_ids(tmp_path / "b.ids.txt")
+    assert load_stored(str(tmp_path / "b.parquet")).ids == IDS
+    with pytest.raises(XcompatError, match="sqlit is not a kind of store; did you mean 'sqlite'"):
+        require_stored("sqlit:///shop.db?table=items")
+    (tmp_path / "model").mkdir()
+    for name in ("config.json", "examples.jsonl"):
+        (tmp_path / "model" / name).write_text("{}")
+    assert not is_stored(str(tmp_path / "model")), "a model with a table beside it is a model"
 
 
 def test_sides_of_an_evaluation_both_have_ids_or_are_in_the_same_order(tmp_path: Path, run_xcompat: Run) -> None:

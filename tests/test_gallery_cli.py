@@ -278,7 +278,7 @@ def test_metadata_are_asked_for_as_text_or_as_json(run: Run, tmp_path: Path, old
     [
         (("build", "nowhere", "--model", "x"), "x"),
         (("build",), "name the model with --model"),
-        (("build", "photos", "--model", "x", "--ids", "ids.txt"), "--ids works only with --from-faiss"),
+        (("build", "photos", "--model", "x", "--ids", "ids.txt"), "--ids works only with vectors; remove it"),
         (
             ("upgrade", "gallery", "--model", "x", "--budget", "9"),
             "--budget applies to re-embedded images: add --backfill",

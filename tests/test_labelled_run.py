@@ -11,6 +11,8 @@ import datasets
 import faiss
 import numpy as np
 import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 import yaml
@@ -450,7 +452,9 @@ def test_a_chosen_map_mixes_in_queries_of_old_models_but_not_of_old_embeddings(
             assert AutoModel.from_pretrained(tmp_path / name / "model").config.old_share is None
 
 
-def test_an_index_or_a_gallery_replaces_an_old_model(trained: dict[str, Any], folders: dict[str, str], tmp_path: Path) -> None:
+def test_an_index_a_gallery_or_a_table_replaces_an_old_model(
+    trained: dict[str, Any], folders: dict[str, str], tmp_path: Path
+) -> None:
     folder = Path(what_is_left(trained, folders, tmp_path / "left"))
     embeds, ids = np.load(folder / "image_embeds.npy"), (folder / "image_ids.txt").read_text().split("\n")[:-1]
     unit = (embeds / np.linalg.norm(embeds, axis=1, keepdims=True)).astype(np.float32)
@@ -466,11 +470,12 @@ def test_an_index_or_a_gallery_replaces_an_old_model(trained: dict[str, Any], fo
         run_recipe(recipe_of(trained, **raw, old=str(tmp_path / "own.faiss"), output_dir=str(tmp_path / "none")))
     shutil.copy(folder / "image_ids.txt", tmp_path / "own.ids.txt")
     found = {}
-    for old in ("left", "own.faiss", "gallery"):
+    pq.write_table(pa.table({"doc_id": ids, "vector": list(unit)}), tmp_path / "own.parquet")
+    for old in ("left", "own.faiss", "gallery", "own.parquet"):
         out = tmp_path / f"run-{old}"
         run_recipe(recipe_of(trained, **raw, old=str(tmp_path / old), output_dir=str(out), cache_dir=str(tmp_path / "cache")))
         found[old] = {case.label: case.metrics for case in load_report(out).cases}
-    for old in ("own.faiss", "gallery"):
+    for old in ("own.faiss", "gallery", "own.parquet"):
         assert found[old]["new/old"] == pytest.approx(found["left"]["new/old"])
     assert AutoModel.from_pretrained(tmp_path / "run-gallery" / "model").compatible_with[0] == made_by
 

@@ -14,6 +14,7 @@ from xcompat.cli.opening import (
     Dtype,
     is_address,
     is_index,
+    is_vectors,
     load_map,
     load_model,
     load_old_model,
@@ -24,9 +25,11 @@ from xcompat.cli.opening import (
     open_index,
     open_searched,
     open_store,
+    read_stored,
     require_ids_of_index,
     require_index_ids,
     restrict,
+    shown,
 )
 from xcompat.cli.options import (
     BadVectorShare,
@@ -59,6 +62,7 @@ from xcompat.cli.options import (
     ShownFields,
     SideInfo,
     TextColumns,
+    VectorName,
     Words,
     WorkerCount,
     print_json,
@@ -83,6 +87,14 @@ app = typer.Typer(help="Build, search and upgrade a folder of embeddings.", no_a
 Folder = Annotated[Path, typer.Argument(metavar="GALLERY", help="Gallery folder.")]
 ModelName = Annotated[str, typer.Option(help="Model: run folder, checkpoint, or name on the Hub.")]
 EmbedIn = Annotated[Dtype, typer.Option("--dtype", help="Precision of the model. Default: bfloat16 on CUDA, else float32.")]
+GalleryOut = Annotated[Path, typer.Option(help="Gallery folder.")]
+ADOPTS_ONLY = (
+    "--from-faiss adopts an index as it is: remove images, texts, --index, --dtype and the options of images and "
+    "texts; add images or texts later"
+)
+VectorIdFile = Annotated[
+    Path | None, typer.Option(help="Text file with the ids of vectors, one per line, in their order. Default: their own ids.")
+]
 
 
 def _existing(source: T) -> T:
@@ -94,21 +106,24 @@ def _existing(source: T) -> T:
     return source
 
 
-_Originals = typer.Argument(metavar="SOURCE", help="Image folder, shards, table, or text file.", callback=_existing)
-Source = Annotated[Path, _Originals]
+Source = Annotated[Path, typer.Argument(metavar="SOURCE", help="Image folder, shards, table, or text file.", callback=_existing)]
 
 
 @app.command()
 def build(
-    source: Annotated[Path | None, _Originals] = None,
+    source: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="SOURCE",
+            help="Image folder, shards, table, text file, or vectors: an index, a database, or any file of `map`.",
+        ),
+    ] = None,
     model: ModelName = "",
-    out: Annotated[Path, typer.Option(help="Gallery folder.")] = Path("gallery"),
+    out: GalleryOut = Path("gallery"),
     index: Annotated[str | None, typer.Option(help="faiss factory string, e.g. HNSW32 or IVF1024,PQ64. Default: Flat.")] = None,
     from_faiss: Annotated[Path | None, typer.Option(help="faiss index to adopt without copying vectors.")] = None,
-    ids: Annotated[
-        Path | None,
-        typer.Option(help="Text file with ids for --from-faiss, one per line, in index order. Default: the ids in the index."),
-    ] = None,
+    ids: VectorIdFile = None,
+    vector_name: VectorName = None,
     dtype: EmbedIn = None,
     text_column: TextColumns = None,
     id_column: IdColumn = None,
@@ -120,25 +135,31 @@ def build(
     max_bad_share: MaxBadShare = None,
     side_info: SideInfo = None,
 ) -> None:
-    """Build a gallery from images, texts, or a faiss index. To continue an interrupted build, run the same command again."""
+    """Build a gallery from images, texts, or vectors. To continue an interrupted build, run the same command again.
+
+    --model embeds images and texts. For vectors, it is the model that made them, and its name is enough. Of a table with texts
+    and vectors, xcompat embeds the texts unless --vector-name is set.
+    """
     from xcompat.retrieval import argument_checks, commands
 
     argument_checks.require_named(model)
     texts = _set_options(text_column=text_column, id_column=id_column, words=words, overlap=overlap, keep_text=keep_text)
     kept = _kept_columns(metadata, no_metadata)
+    of_items = dtype is not None or kept is not True or side_info is not None
     if from_faiss is not None:
-        of_vectors = index is not None or dtype is not None
+        of_vectors = index is not None or dtype is not None or vector_name is not None
         if source is not None or of_vectors or texts or kept is not True or max_bad_share is not None or side_info is not None:
-            raise XcompatError(
-                "--from-faiss adopts an index as it is: remove images, texts, --index, --dtype and the options of "
-                "images and texts; add images or texts later"
-            )
+            raise XcompatError(ADOPTS_ONLY)
         commands.adopt(out, from_faiss, ids, model)
+    elif source is not None and (vector_name is not None or is_vectors(source)):
+        if of_items or set(texts) - {"id_column"}:
+            raise XcompatError(f"{shown(source)} holds vectors: remove --dtype, --side-info and the options of images and texts")
+        read = partial(read_stored, source, ids, id_column, vector_name)
+        commands.build_from_vectors(out, read, shown(source), model, index, max_bad_share)
     elif ids is not None:
-        raise XcompatError(
-            "--ids works only with --from-faiss: ids of images are their paths, ids of texts come from --id-column; remove --ids"
-        )
+        raise XcompatError("--ids works only with vectors; remove it, or choose a column of texts with --id-column")
     elif source is not None:
+        _existing(Path(source))
         argument_checks.require_models(model)
         announce_loading(model, side_info)
         commands.require_place(out, index)
@@ -146,7 +167,7 @@ def build(
         embedder, side = load_model(model, dtype, side_info), load_model(side_info, dtype) if side_info is not None else None
         commands.build(out, originals, embedder, index, side)
     else:
-        raise XcompatError("name the images or texts to embed, or an index to adopt with --from-faiss")
+        raise XcompatError("name the images or texts to embed, stored vectors, or an index to adopt with --from-faiss")
 
 
 @app.command()

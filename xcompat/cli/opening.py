@@ -22,12 +22,16 @@ if TYPE_CHECKING:
     from xcompat.retrieval.queries import Source as QuerySource
     from xcompat.retrieval.reranking import Reranker
     from xcompat.stores import Store
+    from xcompat.vectors import Vectors
 
 Dtype = Literal["float32", "bfloat16", "float16"] | None
 
 
 def load_originals(
-    source: Path | list[Path], texts: dict[str, object], max_bad_share: float | None = None, metadata: bool | list[str] = True
+    source: str | Path | list[Path],
+    texts: dict[str, object],
+    max_bad_share: float | None = None,
+    metadata: bool | list[str] = True,
 ) -> Originals:
     """Load the images or texts of a source."""
     from xcompat.retrieval import originals
@@ -65,6 +69,31 @@ def is_index(place: str) -> bool:
     from xcompat.stores import places
 
     return not is_address(place) and places.is_index(Path(place))
+
+
+def is_vectors(source: str) -> bool:
+    """Return whether a source holds vectors, and no texts or images to embed."""
+    from xcompat.stores import places
+
+    return places.holds_vectors(places.parse_place(source))
+
+
+def read_stored(source: str, ids: Path | None, id_column: str | None, vector_name: str | None) -> Vectors:
+    """Read stored vectors with ids, from any place that `xcompat map` reads."""
+    from xcompat.stores import places
+    from xcompat.vectors import Columns
+
+    place, reading = places.parse_place(source), places.Reading(ids, Columns(id_column, vector_name))
+    places.require_existing(place)
+    places.require_reading([place], reading)
+    return places.read_named(place, reading)
+
+
+def shown(source: str) -> str:
+    """Return a path or an address for messages, without passwords."""
+    from xcompat.stores import places
+
+    return str(places.parse_place(source))
 
 
 def require_ids_of_index(place: str, ids: Path | None) -> None:

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from rich.filesize import decimal
 from rich.table import Table
 
@@ -16,7 +17,7 @@ from xcompat.core.distributed import barrier, is_main_process
 from xcompat.core.errors import GenerationGoneError, XcompatError
 from xcompat.core.fingerprint import Fingerprint
 from xcompat.core.parallel import Executor, run_across_ranks
-from xcompat.core.progress import announce_loading, console, describe_duration, literal, silence_libraries
+from xcompat.core.progress import announce_loading, console, describe_duration, literal, notice, silence_libraries
 from xcompat.retrieval.adoption import adopt_faiss, require_index
 from xcompat.retrieval.faiss_building import EXACT, require_factory
 from xcompat.retrieval.gallery import Gallery
@@ -24,7 +25,9 @@ from xcompat.retrieval.hit_output import QueryResult, short, wanted_metadata
 from xcompat.retrieval.leftovers import require_empty
 from xcompat.retrieval.manifest import CURRENT, VersionRecord, previous_generation, read_manifest
 from xcompat.retrieval.upgrading import plan_upgrade
-from xcompat.retrieval.versions import fits, require_joinable, require_views
+from xcompat.retrieval.versions import fits, identity, require_joinable, require_views
+from xcompat.vectors import check_rows
+from xcompat.vectors.checks import BAD_SHARE
 
 if TYPE_CHECKING:
     from xcompat.models.base import CompatModel
@@ -35,25 +38,19 @@ if TYPE_CHECKING:
     from xcompat.retrieval.queries import Queries, Source
     from xcompat.retrieval.reranking import Reranker
     from xcompat.retrieval.versions import Model
+    from xcompat.vectors import Vectors
 
 
 SHOWN = 10
+BLOCK = 65_536
+"""Vectors to copy at a time."""
 
 
 def adopt(folder: Path, index: Path, ids: Path | None, model: str) -> None:
     """Adopt a faiss index. If the model cannot be loaded, its name identifies it."""
     names = read_ids(ids) if ids is not None else None
     require_index(index)
-    announce_loading(model)
-    from xcompat.models.embedder import load_embedder, named_fingerprint
-
-    silence_libraries()
-    version: Model
-    try:
-        version = load_embedder(model)
-    except XcompatError:
-        version = named_fingerprint(model)
-        console.print(f"[yellow]![/] {literal(model)} cannot embed here: the gallery accepts only queries of {literal(version)}")
+    version = _load_maker(model)
     manifest, look = adopt_faiss(folder, index, names, version, None)
     least, median, most = look.lengths
     console.print(
@@ -67,6 +64,65 @@ def adopt(folder: Path, index: Path, ids: Path | None, model: str) -> None:
     if look.zeros:
         console.print(f"[yellow]![/] {look.zeros:,} vectors are zero; re-embed these items")
     console.print(f"[green]✓[/] {manifest.rows:,} vectors of {literal(manifest.versions[0].fingerprint)}, left in place")
+
+
+def _load_maker(model: str) -> Model:
+    """Load the model that made vectors. If it cannot be loaded, its name identifies it."""
+    announce_loading(model)
+    from xcompat.models.embedder import load_embedder, named_fingerprint
+
+    silence_libraries()
+    try:
+        return load_embedder(model)
+    except XcompatError:
+        version = named_fingerprint(model)
+        console.print(f"[yellow]![/] {literal(model)} cannot embed here: the gallery accepts only queries of {literal(version)}")
+        return version
+
+
+def build_from_vectors(
+    folder: Path,
+    read: Callable[[], Vectors],
+    where: object,
+    model: str,
+    index: str | None,
+    max_bad_share: float | None,
+) -> None:
+    """Copy stored vectors with ids into a new gallery, or into one that was built from a part of them.
+
+    Args:
+        folder: the gallery's folder.
+        read: reads the vectors and their ids.
+        where: their source, for messages.
+        model: the model that made them, or its name.
+        index: faiss factory string, or None.
+        max_bad_share: largest share of rows without a usable embedding, which are skipped; None for the default.
+
+    Raises:
+        XcompatError: they are unusable, have another dimension than the model, or an id is in the gallery with another model.
+    """
+    require_place(folder, index)
+    vectors = read()
+    found = check_rows(vectors.rows_ND, where, vectors.ids, BAD_SHARE if max_bad_share is None else max_bad_share)
+    for line in found.notes:
+        notice(line)
+    rows_N = np.flatnonzero(found.usable_N)
+    ids, version = [(vectors.ids or [])[row] for row in rows_N.tolist()], _load_maker(model)
+    from xcompat.retrieval.embedded_queries import require_dim
+
+    dim = found.rows_ND.shape[1]
+    require_dim(version, dim, where)
+    if not (folder / CURRENT).exists():
+        Gallery.create(folder, version, dim if isinstance(version, Fingerprint) else None, index=index or EXACT)
+    with Gallery.open(folder) as gallery:
+        known_N = np.array([each == identity(version) for each in gallery.find(ids)], bool)
+        for start in range(0, len(ids), BLOCK):
+            new_n = start + np.flatnonzero(~known_N[start : start + BLOCK])
+            block_ND = np.asarray(found.rows_ND[rows_N[new_n]], np.float32)
+            gallery.add(block_ND, [ids[row] for row in new_n.tolist()], version=version)
+        gallery.commit("build")
+    there = f", {int(known_N.sum()):,} were there already" if known_N.any() else ""
+    console.print(f"[green]✓[/] {int((~known_N).sum()):,} vectors of {literal(version)} added to {literal(folder)}{there}")
 
 
 def read_ids(file: Path) -> list[str]:

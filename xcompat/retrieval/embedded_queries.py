@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,14 +13,12 @@ from xcompat.core.arrays import read_lines
 from xcompat.core.errors import XcompatError
 from xcompat.core.fingerprint import Fingerprint
 from xcompat.core.progress import notice
-from xcompat.data.schema import IMAGE_COLUMNS
-from xcompat.data.texts import TEXT_COLUMNS
 from xcompat.models.base import CompatModel
+from xcompat.retrieval.content import QUERY_KINDS
 from xcompat.retrieval.queries import QueryBlock
 from xcompat.vectors import Vectors, check_rows, read_vectors
 from xcompat.vectors.checks import BAD_SHARE
-from xcompat.vectors.formats import ARRAY, EMBEDDING_COLUMNS, SUFFIXES, is_table, stored_at
-from xcompat.vectors.tables import column_names
+from xcompat.vectors.formats import ARRAY, SUFFIXES, is_table, stored_at
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,9 +27,7 @@ if TYPE_CHECKING:
     from xcompat.models.embedder import Embedder
     from xcompat.retrieval.versions import Model
 
-KINDS = ("query", "text", "image")
 ROWS_AT_ONCE = 1024
-Content = Literal["embeddings", "both", "other"]
 
 
 class EmbeddedQueries:
@@ -106,24 +102,8 @@ def require_dim(model: Model, have: int, where: object) -> None:
         raise XcompatError(f"{where} has {have} dimensions, and the model takes {expected[0]}: {expected[1](have)}")
 
 
-def find_content(source: str | Path) -> Content:
-    """Return a query source's content, judged by file and column names."""
-    path = Path(source)
-    if path.name.endswith(ARRAY) or any(stored_at(path / f"{kind}_embeds") is not None for kind in KINDS):
-        return "embeddings"
-    if not path.exists() or not is_table(path):
-        return "other"
-    try:
-        names = set(column_names(path))
-    except XcompatError:  # JSON lines without objects may be texts; their reader reports errors
-        return "other"
-    if not names & set(EMBEDDING_COLUMNS):
-        return "other"
-    return "both" if names & {*TEXT_COLUMNS, *IMAGE_COLUMNS} else "embeddings"
-
-
 def _find_file(source: Path) -> Path:
-    found = [place for kind in KINDS if (place := stored_at(source / f"{kind}_embeds")) is not None]
+    found = [place for kind in QUERY_KINDS if (place := stored_at(source / f"{kind}_embeds")) is not None]
     if len(found) > 1:
         raise XcompatError(f"{source} holds {' and '.join(place.name for place in found)}; choose one, e.g. {found[0]}")
     if not found and not source.name.endswith(SUFFIXES) and not is_table(source):

@@ -16,7 +16,8 @@ from xcompat.embeddings.provider import Provider, ServedMap
 from xcompat.models.base import CompatModel
 from xcompat.models.embedder import is_checkpoint, load_checkpoint, load_embedder
 from xcompat.retrieval import argument_checks
-from xcompat.retrieval.embedded_queries import EmbeddedQueries, find_content
+from xcompat.retrieval.content import find_content
+from xcompat.retrieval.embedded_queries import EmbeddedQueries
 from xcompat.retrieval.queries import TypedQuery, load_queries
 from xcompat.vectors.checks import BAD_SHARE
 

@@ -27,6 +27,12 @@ GROUP = "xcompat.stores"
 """Entry points of installed packages: scheme -> ``open_store``."""
 
 
+def is_kind(uri: str) -> bool:
+    """Return whether an address has the scheme of a known store."""
+    scheme = uri.partition("://")[0].partition("+")[0]
+    return "://" in uri and (scheme in KINDS or scheme in entry_point_names(GROUP))
+
+
 def require_kind(uri: str) -> str:
     """Return the scheme of an address, up to ``+``. The client is not imported.
 

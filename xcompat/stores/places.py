@@ -15,12 +15,14 @@ from numpy.typing import NDArray
 from xcompat.core.arrays import read_lines
 from xcompat.core.errors import MissingPathError, XcompatError, nearest
 from xcompat.core.lazy import faiss
+from xcompat.core.paths import nearest_path
 from xcompat.vectors import Columns, Vectors, read_vectors
 from xcompat.vectors.formats import KINDS, SUFFIXES, stored_at
 from xcompat.vectors.reading import choosable_names
 from xcompat.vectors.spool import BLOCK, Spool
 
 if TYPE_CHECKING:
+    from xcompat.core.fingerprint import Fingerprint
     from xcompat.retrieval.faiss_index import FaissIndex
 
 _MAGIC = b"I"
@@ -112,7 +114,9 @@ def read_place(place: Place, reading: Reading = READ_AS_IT_IS) -> Vectors:
         if reading.ids is not None:
             raise XcompatError(f"{place} has ids of its own; remove --ids")
         return read_store(place) if isinstance(place, StoreAddress) else read_gallery(place)
-    vectors = read_vectors(place, reading.columns._replace(needs_ids=reading.ids is None))
+    place = find_file(place)
+    needs_ids = reading.ids is None and reading.columns.needs_ids
+    vectors = read_vectors(place, reading.columns._replace(needs_ids=needs_ids))
     if reading.ids is None:
         return vectors
     if vectors.ids is not None:
@@ -121,6 +125,67 @@ def read_place(place: Place, reading: Reading = READ_AS_IT_IS) -> Vectors:
     if len(ids) != len(vectors.rows_ND):
         raise XcompatError(f"{reading.ids} has {len(ids):,} lines, but {place} has {len(vectors.rows_ND):,} rows")
     return Vectors(vectors.rows_ND, ids)
+
+
+def read_named(place: Place, reading: Reading = READ_AS_IT_IS) -> Vectors:
+    """Read stored embeddings as :func:`read_place` does; ids can also be in a file beside them.
+
+    Raises:
+        XcompatError: as in :func:`read_place`, or there are no ids.
+    """
+    beside = find_ids_beside(place) if reading.ids is None else None
+    if beside is not None and isinstance(place, Path) and is_index(place):  # as in a search of the index
+        return read_place(place, reading._replace(ids=beside))
+    vectors = read_place(place, reading._replace(columns=reading.columns._replace(needs_ids=False)))
+    if vectors.ids is None and beside is not None:
+        vectors = read_place(place, reading._replace(ids=beside))
+    if vectors.ids is None and isinstance(place, Path):
+        raise lacks_ids(place)
+    return vectors
+
+
+def find_ids_beside(place: Place) -> Path | None:
+    """Return the file with ids beside an index or a file of embeddings, or None."""
+    from xcompat.retrieval.index_gallery import find_ids
+
+    if isinstance(place, StoreAddress) or is_gallery(place):
+        return None
+    file = find_file(place)
+    listed = file.with_name(f"{file.stem.removesuffix('_embeds')}_ids.txt")
+    return listed if listed.is_file() else find_ids(file)
+
+
+def lacks_ids(place: Path) -> XcompatError:
+    """Return the error for a file without ids."""
+    return XcompatError(f"{place} has no ids; write the id of each vector to {place.with_suffix('.ids.txt').name} beside it")
+
+
+def find_file(place: Path) -> Path:
+    """Return the file with embeddings in a folder with ``image_embeds``, ``text_embeds`` or ``query_embeds``; others as they are.
+
+    Raises:
+        XcompatError: there are several.
+    """
+    files = [file for kind in KINDS if (file := stored_at(place / f"{kind}_embeds")) is not None]
+    if len(files) > 1:
+        raise XcompatError(f"{place} holds {' and '.join(file.name for file in files)}; choose one, e.g. {files[0]}")
+    return files[0] if files else place
+
+
+def require_existing(place: Place) -> None:
+    """Raise if a path does not exist."""
+    if isinstance(place, Path) and not place.exists():
+        raise MissingPathError(f"{place} does not exist; {nearest_path(place)}")
+
+
+def holds_vectors(place: Place) -> bool:
+    """Return whether a place holds vectors, and no texts or images to embed, judged by names of files and columns."""
+    from xcompat.retrieval.content import find_content
+    from xcompat.stores import is_kind
+
+    if isinstance(place, StoreAddress):
+        return is_kind(place.uri)
+    return is_gallery(place) or is_index(place) or find_content(place) == "embeddings"
 
 
 def require_reading(places: Sequence[Place], reading: Reading) -> None:
@@ -241,6 +306,13 @@ def read_store(address: StoreAddress) -> Vectors:
 def describe_stored_model(place: Place) -> dict[str, object] | None:
     """Describe the model that a gallery's oldest version, or a database, records; None if no model is recorded."""
     from xcompat.models.config import describe_old
+
+    known = find_stored_model(place)
+    return describe_old(*known) if known is not None else None
+
+
+def find_stored_model(place: Place) -> tuple[Fingerprint, int] | None:
+    """Return the model that a gallery's oldest version, or a database, records, and its dimension; None if unknown."""
     from xcompat.retrieval import Gallery
 
     if isinstance(place, StoreAddress):
@@ -248,9 +320,9 @@ def describe_stored_model(place: Place) -> dict[str, object] | None:
 
         with closing(xcompat.stores.open(place.uri)) as store:
             own = store.spaces()[store.space]
-        return describe_old(own.fingerprint, own.dim) if own.fingerprint is not None and own.dim is not None else None
+        return (own.fingerprint, own.dim) if own.fingerprint is not None and own.dim is not None else None
     if not is_gallery(place):
         return None
     with Gallery.open(place) as gallery:
         version = gallery.manifest.versions[0]
-    return describe_old(version.fingerprint, version.dim)
+    return version.fingerprint, version.dim

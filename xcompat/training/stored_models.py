@@ -1,12 +1,23 @@
-"""Models of recipes that are known only by stored embeddings: folders, faiss indexes and galleries."""
+"""Models of recipes that are known only by stored embeddings: files, folders, faiss indexes, galleries and databases."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from xcompat.core.errors import XcompatError
-from xcompat.stores.places import is_gallery, is_index, read_gallery, read_index
+from xcompat.encoders import MODEL_FILES
+from xcompat.mapping.sides import kinds_in
+from xcompat.stores.places import (
+    Place,
+    StoreAddress,
+    find_ids_beside,
+    find_stored_model,
+    is_gallery,
+    is_index,
+    lacks_ids,
+    parse_place,
+    read_named,
+)
 from xcompat.vectors import formats
 
 if TYPE_CHECKING:
@@ -18,40 +29,49 @@ if TYPE_CHECKING:
 
 
 def is_stored(name: str) -> bool:
-    """Return whether a name is a folder of embeddings or prototypes, a faiss index or a gallery, not a model."""
-    return formats.is_stored(name) or is_index(Path(name)) or is_gallery(Path(name))
+    """Return whether a name is a place with embeddings, or a folder with prototypes, not a model."""
+    return formats.is_stored(name) or _is_place(parse_place(name))
+
+
+def _is_place(place: Place) -> bool:
+    """Return whether a place holds embeddings and is not a folder with ``image_embeds``."""
+    if isinstance(place, StoreAddress) or is_index(place) or is_gallery(place):
+        return True
+    if place.is_file():
+        return place.name.endswith(formats.SUFFIXES)
+    return formats.is_table(place) and not kinds_in(place) and not any((place / file).is_file() for file in MODEL_FILES)
 
 
 def require_stored(name: str) -> bool:
     """Return :func:`is_stored`, judged by the names of files.
 
     Raises:
-        XcompatError: embeddings have no ids.
+        XcompatError: embeddings have no ids, or an address has no known kind of store.
     """
-    path = Path(name)
-    return is_index(path) or is_gallery(path) or formats.check_stored(path)
+    place = parse_place(name)
+    if isinstance(place, StoreAddress):
+        from xcompat.stores import require_kind
+
+        require_kind(name)
+    elif place.name.endswith(formats.ARRAY) and place.is_file() and find_ids_beside(place) is None:
+        raise lacks_ids(place)
+    return _is_place(place) or (isinstance(place, Path) and formats.check_stored(place))
 
 
 def load_stored(name: str) -> StoredModel:
-    """Load stored embeddings. The ids of an index are in it, or in a file beside it.
+    """Load stored embeddings. The ids of an index or an array are in it, or in a file beside it.
 
     Raises:
-        XcompatError: they are unusable, or an index has no ids.
+        XcompatError: they are unusable, or have no ids.
     """
     from xcompat.models.stored import StoredModel
-    from xcompat.retrieval import Gallery
-    from xcompat.retrieval.index_gallery import find_ids
 
-    path = Path(name)
-    if is_index(path):
-        vectors = read_index(path, find_ids(path))
-        if vectors.ids is None:
-            raise XcompatError(f"{path} has no ids; write the id of each vector to {path.with_suffix('.ids.txt').name} beside it")
-        return StoredModel(path, vectors)
-    if is_gallery(path):
-        with Gallery.open(path) as gallery:
-            return StoredModel(path, read_gallery(path), gallery.manifest.versions[0].fingerprint)
-    return StoredModel(path)
+    place = parse_place(name)
+    if isinstance(place, Path) and not _is_place(place):
+        return StoredModel(place)
+    known = find_stored_model(place)
+    named = Path(place.stem) if isinstance(place, StoreAddress) else place
+    return StoredModel(named, read_named(place), known[0] if known is not None else None)
 
 
 def load_frozen(source: EncoderSource | str, device: torch.device | str = "cpu") -> FrozenModel:
