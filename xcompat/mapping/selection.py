@@ -111,7 +111,7 @@ class Choice:
 
     @property
     def agrees_enough(self) -> bool:
-        """Whether no measured upgrade with this agreement lost quality (docs/results/lines.md).
+        """Whether no measured upgrade to a better model with this agreement lost quality (docs/results/lines.md).
 
         Queries must find nearly all of the new model's neighbours. With many pairs, surely more than old queries is enough for a
         mixture, and 1.5 times as many for a map alone. A map with 1.4 times as many lost 4 points.
