@@ -424,7 +424,7 @@ def test_the_study_of_trained_models_prints_the_cells_of_their_reports(
     compared = 0
     reports = {file.stem: load_report(tmp_path / file.stem / "seed-0") for file in files}
     for name, case in ((name, case) for name, report in reports.items() for case in report.cases):
-        row = ", ".join(part for part in (name, case.direction, case.population) if part not in ("image-to-image", "all"))
+        row = ", ".join(part for part in (f"`{name}`", case.direction, case.population) if part not in ("image-to-image", "all"))
         for metric in {"cmc@1", "cmc@5", "map", "recall@1"} & case.metrics.keys() if case.label in ways else ():
             assert cells[row, metric_name(metric), ways[case.label]] == f"{100 * case.metrics[metric]:.1f}"
             compared += 1

@@ -35,7 +35,7 @@ from xcompat.training.run import StageRun
 
 METHOD = "whitened"
 CUT_OFFS = (1, 5, 10)
-TABLES = {"cmc": ("Trained models, photos", ("CMC@1", "CMC@5", "mAP")), "recall": ("Trained models, captions", ("R@1", "R@10"))}
+TABLES = {"cmc": ("Photos, trained", ("CMC@1", "CMC@5", "mAP")), "recall": ("Captions, trained", ("R@1", "R@10"))}
 """Kind of match -> title and metrics of the tables."""
 
 
@@ -87,7 +87,7 @@ def run_protocol(file: Path, seeds: int, columns: dict[str, dict[str, Column]]) 
         for direction in models.old.directions(CUT_OFFS):
             if is_zero_shot(direction.metric):
                 continue
-            parts = (file.stem, direction.name, direction.population)
+            parts = (f"`{file.stem}`", direction.name, direction.population)
             name = ", ".join(part for part in parts if part not in (IMAGE_TO_IMAGE, ALL))
             columns[direction.metric].setdefault(name, Column(name)).add(*measure_ways(models, direction))
         console.print(f"measured: {file.stem}, seed {seed}")
