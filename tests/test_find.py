@@ -163,12 +163,26 @@ def test_a_card_that_was_made_to_look_alike_is_left_out(hub: Hub) -> None:
     assert find_maps(old, None).found == [] and search({SEARCHES: old}).found[0].is_other
 
 
+def test_an_index_page_lists_all_maps_with_their_lowest_gain(hub: Hub) -> None:
+    card(hub, "me/map", **stated(**{"model-index": index(*GAINS)}))
+    card(hub, "me/another", **stated(base_model="user/new"))
+    card(hub, "me/encoder", **stated(compatible_with=[], tags=["xcompat"]))
+    code, said = found("--markdown")
+    first, second = said.splitlines()[-2:]
+    assert code == 0 and said.startswith("# Maps between embedding models") and "me/encoder" not in said
+    assert first == f"| old | ? | -3.0 (-5.0 to -1.0), mAP, new classes | no | [me/map]({hub.url}/me/map) |"
+    assert second == f"| old | user/new | no results in its card |  | [me/another]({hub.url}/me/another) |"
+    assert found("--markdown", "--old", OLDER.digest)[0] == 1
+    with pytest.raises(XcompatError, match="--json and --markdown cannot be combined; remove"):
+        found("--markdown", "--json")
+
+
 def test_what_a_stranger_writes_is_shown_and_not_obeyed(hub: Hub) -> None:
     evil = "\x1b[2J[red]own\nxcompat: done\u202e"
     gain = Gain(evil, evil, 0.1, 0.2, 0.1, (0.0, 0.2))
     versions = [{"name": evil, "fingerprint": Fingerprint.from_string("old").digest, "dim": 8}]
     card(hub, "me/evil", **stated(method=evil, base_model=evil, compatible_with=versions, **{"model-index": index(gain)}))
-    for more in ([], ["--json"]):
+    for more in ([], ["--json"], ["--markdown"]):
         code, said = found("--old", versions[0]["fingerprint"], *more)
         assert code == 0 and "\x1b" not in said and "\u202e" not in said
         assert not [line for line in said.splitlines() if line.startswith("xcompat: done")]

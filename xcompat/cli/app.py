@@ -477,10 +477,19 @@ def find(
     old: Annotated[str | None, typer.Option(help="Gallery model: name, folder, or fingerprint.")] = None,
     new: Annotated[str | None, typer.Option(help="Query model: name, folder, or fingerprint.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    markdown: Annotated[
+        bool, typer.Option("--markdown", help="Print an index page in Markdown. Without --old and --new, it lists all maps.")
+    ] = False,
 ) -> None:
     """Find checkpoints on the Hub to search galleries of --old with queries of --new. Exit code 1 if there are none."""
-    from xcompat.mapping.map_search import find_maps, print_checkpoints, require_searchable
+    if json and markdown:
+        raise XcompatError("--json and --markdown cannot be combined; remove --json or --markdown")
+    from xcompat.mapping.map_search import find_maps, print_checkpoints, print_index, require_searchable
 
+    if markdown:
+        if not print_index(old, new):
+            raise typer.Exit(1)
+        return
     require_searchable(old, new)
     if not json:
         announce_loading()

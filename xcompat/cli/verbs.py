@@ -114,8 +114,8 @@ EXAMPLES = {
     ),
     "push": ("push runs/xbt user/clip-l14-compatible-with-b32", "push runs/map user/map --private --memory none"),
     "find": (
-        "find --old openai/clip-vit-base-patch32",
-        "find --old openai/clip-vit-base-patch32 --new google/siglip2-base-patch16-224 --json",
+        "find --old openai/clip-vit-base-patch32 --new google/siglip2-base-patch16-224",
+        "find --markdown",
     ),
     "caption": (
         "caption photos/ --model Salesforce/blip-image-captioning-base --out captions.jsonl",

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from xcompat.core.errors import XcompatError
 from xcompat.core.files import list_entries
-from xcompat.core.markdown import one_line
+from xcompat.core.markdown import as_text, one_line
 from xcompat.core.metric_names import metric_name
 from xcompat.core.paths import model_folder
 from xcompat.core.progress import console, literal, silence_libraries
@@ -24,6 +24,14 @@ from xcompat.hub.search import MOST, HubCheckpoint, SearchResult, search
 from xcompat.report.wording import gain_with_interval
 
 _DIGEST = re.compile(r"[0-9a-f]{8,64}")
+_REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
+_INDEX = """# Maps between embedding models
+
+Written by `xcompat find --markdown` from the cards on the Hub. Gains are the lowest of each card, over old queries, in points
+with 95 % intervals. Test a map on your own sample before you use it.
+
+| old model | new model | gain | finds more | map |
+|---|---|---|---|---|"""
 
 
 def find_maps(old: str | None, new: str | None) -> SearchResult:
@@ -40,6 +48,10 @@ def find_maps(old: str | None, new: str | None) -> SearchResult:
         XcompatError: neither model is given, a name is not a model, or the Hub is unreachable.
     """
     require_searchable(old, new)
+    return _list_maps(old, new)
+
+
+def _list_maps(old: str | None, new: str | None) -> SearchResult:
     given = {SEARCHES: old, EMBEDS: new}
     silence_libraries()
     wanted = {role: _digest_of(name) for role, name in given.items() if name is not None}
@@ -124,6 +136,37 @@ def found_table(found: list[HubCheckpoint]) -> Table:
         used = "\n".join("" if count is None else f"{count:,}" for count in (each.downloads, each.likes))
         table.add_row(f"{_escape(each.name)}\n[dim]{about}[/]", pair, _verdict(each), used)
     return table
+
+
+def print_index(old: str | None, new: str | None) -> bool:
+    """Print an index page with the checkpoints for galleries of old models; arguments and return value as above.
+
+    Without models, the page lists all checkpoints on the Hub that search galleries.
+    """
+    if old is not None or new is not None:
+        require_searchable(old, new)
+    found = [each for each in _list_maps(old, new).found if each.searches]
+    console.out(index_page(found), highlight=False)
+    return bool(found)
+
+
+def index_page(found: list[HubCheckpoint]) -> str:
+    """Return a Markdown page with the checkpoints in the order of their models; texts from the Hub are shown literally.
+
+    Example:
+        >>> print(index_page([HubCheckpoint("me/map", "", new="user/new", searches=["old"])]).splitlines()[-1].partition("(")[0])
+        | old | user/new | no results in its card |  | [me/map]
+    """
+    rows = []
+    for each in sorted(found, key=lambda one: (one.searches, one.new, one.name)):
+        gain, more, least = "no results in its card", "", each.least
+        if least is not None:
+            gain = f"{gain_with_interval(least.mean, *least.ci95)}, {metric_name(least.metric)}, {least.where}"
+            more = "yes" if each.finds_more else "no"
+        cells = [as_text(one_line(text)) for text in (", ".join(each.searches), each.new or "?", gain, more)]
+        name = f"[{each.name}]({constants.ENDPOINT}/{each.name})" if _REPOSITORY.fullmatch(each.name) else as_text(each.name)
+        rows.append(f"| {' | '.join([*cells, name])} |")
+    return "\n".join([_INDEX, *rows])
 
 
 def _verdict(found: HubCheckpoint) -> str:
