@@ -14,6 +14,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TypeAlias
@@ -100,20 +101,64 @@ def program(name: str, *arguments: object, folder: Path) -> Iterator[int]:
         arguments: all but the port.
         folder: gets its log.
     """
+    with running(on_a_port(name, *arguments, folder=folder)) as server:
+        yield server.port
+
+
+@dataclass
+class Server:
+    """A server in a process of its own, which can be started again on the same data.
+
+    Args:
+        command: of the program.
+        log: gets what it prints.
+        answers: whether it is ready.
+        port: where it listens, 0 without one.
+        user: of the process, where root may not run it.
+        ending: the signal that ends it.
+    """
+
+    command: list[str]
+    log: Path
+    answers: Callable[[], bool]
+    port: int = 0
+    user: str | None = None
+    ending: int = signal.SIGTERM
+    process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Start it, and wait until it is ready."""
+        environment = {**os.environ, "ANONYMIZED_TELEMETRY": "False"}
+        with self.log.open("a") as log:
+            self.process = subprocess.Popen(self.command, stdout=log, stderr=log, env=environment, user=self.user)
+        while self.process.poll() is None and not self.answers():
+            time.sleep(0.01)
+        assert self.process.poll() is None, self.log.read_text()
+
+    def stop(self) -> None:
+        """End it, unless it was killed."""
+        if self.process is not None:
+            self.process.send_signal(self.ending)
+            self.process.wait()
+
+
+def on_a_port(name: str, *arguments: object, folder: Path) -> Server:
+    """Return a server of :func:`program`."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [Path(sys.executable).with_name(name), *map(str, arguments), "--port", str(port)]
-    with (folder / "log").open("w") as log:
-        running = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, "ANONYMIZED_TELEMETRY": "False"})
-        try:
-            while running.poll() is None and not _answers(port):
-                time.sleep(0.01)
-            assert running.poll() is None, (folder / "log").read_text()
-            yield port
-        finally:
-            running.send_signal(signal.SIGTERM)
-            running.wait()
+    command = [str(Path(sys.executable).with_name(name)), *map(str, arguments), "--port", str(port)]
+    return Server(command, folder / "log", lambda: _answers(port), port)
+
+
+@contextmanager
+def running(server: Server) -> Iterator[Server]:
+    """Run a server."""
+    try:
+        server.start()
+        yield server
+    finally:
+        server.stop()
 
 
 def _answers(port: int) -> bool:
