@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -10,12 +12,17 @@ import faiss
 import numpy as np
 import pytest
 import test_vector_formats as formats
+import torch
 from safetensors.numpy import save_file
 
 from xcompat import Fingerprint, XcompatError
 from xcompat.encoders import EncoderSource
+from xcompat.methods import RidgeModel
+from xcompat.models.config import describe_old
+from xcompat.models.embedder import load_checkpoint
 from xcompat.report import load_report
 from xcompat.retrieval import Gallery
+from xcompat.stores.mapping import Mapping
 from xcompat.training.stored_models import is_stored, load_stored, require_stored
 
 COUNT, DIM = 60, 8
@@ -166,7 +173,70 @@ def test_a_gallery_of_vectors_continues_and_refuses_what_does_not_fit(tmp_path: 
     assert "--ids works only with vectors" in said(source, "--ids", part, "--model", "clip-b32", "--out", tmp_path / "new")
     np.save(tmp_path / "a.npy", OLD)
     assert "a.npy has no ids; write the id of each vector to a.ids.txt beside it" in said(tmp_path / "a.npy", *command)
-    assert "nosuch.npy does not exist; did you mean" in said(tmp_path / "nosuch.npy", *command)
+    assert "nosuch.npy does not exist; there is no nosuch.npy in" in said(tmp_path / "nosuch.npy", *command)
+
+
+@pytest.fixture(scope="module")
+def upward(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Save a map of stored vectors into another space."""
+    draw = torch.Generator().manual_seed(0)
+    old, new = (torch.nn.functional.normalize(torch.randn(300, dim, generator=draw), dim=1) for dim in (DIM, 12))
+    described = describe_old(Fingerprint.from_string("clip-b32"), DIM)
+    config = RidgeModel.config_class(old=described, embedding_dim=12, direction="old_to_new")
+    folder = tmp_path_factory.mktemp("map") / "map"
+    RidgeModel(config).fit([(new, old)]).eval().save_pretrained(folder)
+    return str(folder)
+
+
+def test_embed_maps_it(place: tuple[str, str], upward: str, run_xcompat: Run) -> None:
+    form, source = place
+    chosen = {"CSV of a cookbook": ("--column", "embedding"), "compressed TSV": ("--column", "vector")}.get(form, ())
+    command = ("embed", source, "--model", upward, "--out", "mapped", *chosen)
+    code, out, err = run_xcompat(*command)
+    assert code == 0 and "holds 60 embeddings" in out, out + err
+    made = formats.pq.read_table("mapped")
+    assert made["id"].to_pylist() == IDS
+    mapped = Mapping(load_checkpoint(upward))(OLD)
+    np.testing.assert_allclose(np.stack(made["embedding"].to_numpy()), mapped, atol=2e-3)
+    code, out, err = run_xcompat(*command)
+    assert code == 0 and "nothing to do" in out, out + err
+
+
+def test_embed_refuses_what_has_two_readings_or_has_changed(
+    tmp_path: Path, upward: str, run_xcompat: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    rows = {"ROWS": OLD, "IDS": IDS}
+    for name, value in rows.items():
+        monkeypatch.setattr(formats, name, value)
+    source = formats.write_format("CSV of a cookbook", tmp_path)
+    command = ("embed", source, "--model", upward, "--out", "mapped")
+    assert "has vectors, and texts or images; choose one with --column" in run_xcompat(*command)[2]
+    assert run_xcompat(*command, "--column", "embedding")[0] == 0
+    os.utime(source, (1, 1))
+    assert "has changed since mapped was started" in run_xcompat(*command, "--column", "embedding")[2]
+    np.save(tmp_path / "a.npy", OLD)
+    assert "a.npy has no ids; write the id of each vector" in run_xcompat("embed", "a.npy", *command[2:4], "--out", "new")[2]
+
+
+def test_embed_reads_texts_of_every_format(tmp_path: Path, old_folder: str, run_xcompat: Run) -> None:
+    texts, made = [f"a text of {name}" for name in IDS[:5]], []
+    lines = "".join(f'{{"_id": "{name}", "text": "{text}"}}\n' for name, text in zip(IDS, texts, strict=False))
+    (tmp_path / "a.jsonl").write_text(lines)
+    (tmp_path / "a.csv").write_text(
+        "doc_id,passage\n" + "".join(f"{name},{text}\n" for name, text in zip(IDS, texts, strict=False))
+    )
+    (tmp_path / "a.txt").write_text("".join(f"{text}\n" for text in texts))
+    formats.datasets.Dataset.from_dict({"id": IDS[:5], "text": texts}).save_to_disk(tmp_path / "saved")
+    for name in ("a.jsonl", "a.csv", "a.txt", "saved"):
+        out = tmp_path / f"out-{name}"
+        code, told, err = run_xcompat("embed", tmp_path / name, "--model", old_folder, "--out", out)
+        assert code == 0 and "5 embeddings of" in told, told + err
+        made.append(np.load(out / "text_embeds.npy"))
+        assert (out / "text_ids.txt").read_text().split() == (IDS[:5] if name != "a.txt" else list("01234"))
+    assert all(np.array_equal(each, made[0]) for each in made)
+    code, _, err = run_xcompat("embed", tmp_path / "a.csv", "--model", old_folder, "--out", tmp_path / "x", "--dtype", "float16")
+    assert code == 2 and "--dtype works with tables, but" in err and "is a file of images or texts" in err
 
 
 def test_rows_of_an_old_model_need_ids(tmp_path: Path) -> None:
@@ -226,3 +296,15 @@ def test_items_without_a_class_are_left_out_of_an_evaluation(tmp_path: Path, run
     assert code == 0, err
     report = load_report(tmp_path / "report")
     assert {case.n_queries for case in report.cases} == {COUNT - 6} and report.notes[0].startswith("Evidence: classes in")
+
+
+def test_info_shows_the_vectors_of_a_database(tmp_path: Path, run_xcompat: Run) -> None:
+    address = _database(tmp_path)
+    code, out, err = run_xcompat("gallery", "info", address, "--json")
+    found = json.loads(out)
+    assert code == 0 and (found["items"], found["metric"]) == (COUNT, "cosine"), err
+    assert [(each["dim"], each["model"], each["searched"]) for each in found["vectors"]] == [(DIM, None, True)]
+    code, out, _ = run_xcompat("gallery", "info", address)
+    assert code == 0 and "60 items" in out and "unknown" in out
+    code, _, err = run_xcompat("gallery", "info", address, "--model", "clip-b32")
+    assert code == 2 and "--model does not work with vector stores; use `xcompat gallery doctor`" in err

@@ -110,7 +110,7 @@ def train(
 
 
 SideTexts = Annotated[
-    Path | None,
+    str | None,
     typer.Option(help="Original texts with ids (JSON lines, CSV, TSV or Parquet), to embed with the model in --new or --old."),
 ]
 EmbedWith = Annotated[
@@ -142,7 +142,7 @@ MemoryCodec = Annotated[
     ),
 ]
 OriginalImages = Annotated[
-    Path | None,
+    str | None,
     typer.Option(help="Original images (a folder or shards), to embed with the model in --new or --old."),
 ]
 SearchedClasses = Annotated[
@@ -261,7 +261,10 @@ def map_(
 def embed(
     source: Annotated[
         str,
-        typer.Argument(metavar="RECIPE_OR_SOURCE", help="Recipe, image folder, or address of a Parquet, Lance or Iceberg table."),
+        typer.Argument(
+            metavar="RECIPE_OR_SOURCE",
+            help="Recipe, images, texts, address of a Parquet, Lance or Iceberg table, or vectors in any format of `map`.",
+        ),
     ],
     overrides: Overrides = None,
     model: Annotated[str, typer.Option(help="Model: run folder, checkpoint, or name on the Hub.")] = "",
@@ -275,10 +278,10 @@ def embed(
     workers: WorkerCount = None,
     gpus_per_worker: GpusPerWorker = None,
 ) -> None:
-    """Embed images into arrays, embed or map a table into Parquet, or fill the caches of a recipe.
+    """Embed images or texts into arrays, embed or map a table into Parquet, or fill the caches of a recipe.
 
-    Images become image_embeds.npy (float16) and image_ids.txt, with their relative paths as ids. An interrupted run continues.
-    To map a column of vectors, use a model with a gallery map.
+    Images and texts become image_embeds.npy or text_embeds.npy (float16) and their ids, those of images are relative paths.
+    An interrupted run continues. To map vectors into Parquet, use a model with a gallery map.
     """
     from xcompat.engines.workers import Workers
 
@@ -301,23 +304,32 @@ def embed(
         raise XcompatError("set the model with --model, and the output folder with --out")
     where = Workers(engine, workers, gpus_per_worker)
     from xcompat.encoders import require_model
-    from xcompat.engines.source_types import is_image_folder, require_source
 
-    has_images = is_image_folder(source)
-    if not has_images:
-        require_source(source)
-    elif others := [name for name in given if name not in ("--model", "--out")]:
-        raise XcompatError(f"{others[0]} works with tables, but {source} is a folder of images; remove {others[0]}")
+    has_originals = _require_embeddable(source, given, column)
     require_model(model)
     announce_loading(model)
-    if has_images:
-        from xcompat.engines.image_folders import embed_image_folder
+    if has_originals:
+        from xcompat.engines.originals import embed_originals
 
-        embed_image_folder(Path(source), model, Path(out))
+        embed_originals(source, model, Path(out), column, id_column)
         return
     from xcompat.engines.commands import embed as embed_table
 
     embed_table(source, model, out, where, column, id_column, dtype or "float32")
+
+
+def _require_embeddable(source: str, given: list[str], column: str | None) -> bool:
+    """Return whether a source has images or texts outside tables; raise for options that do not apply, or without a table."""
+    from xcompat.engines.source_types import holds_originals, is_image_folder, require_source
+
+    if not holds_originals(source, column):
+        require_source(source, column)
+        return False
+    known = ["--model", "--out", *([] if (is_folder := is_image_folder(source)) else ["--column", "--id-column"])]
+    if others := [name for name in given if name not in known]:
+        what = "a folder of images" if is_folder else "a file of images or texts"
+        raise XcompatError(f"{others[0]} works with tables, but {source} is {what}; remove {others[0]}")
+    return True
 
 
 @app.command(cls=RerankingCommand)

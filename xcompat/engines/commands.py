@@ -68,7 +68,7 @@ def embed(
     """Map or embed a table column into Parquet files. Another run continues.
 
     Args:
-        uri: Parquet files or folder, Lance table, or Iceberg metadata.
+        uri: Parquet files or folder, Lance table, Iceberg metadata, or any other place with vectors.
         model: run folder, checkpoint or model name.
         out: output folder. Existing files stay.
         workers: where to compute.
@@ -81,7 +81,7 @@ def embed(
     """
     process_state()
     silence_libraries()
-    source = read_source(uri)
+    source = read_source(uri, id_column, column)
     if isinstance(source.reader, ParquetFiles):  # each Lance version lists its files
         require_outside(out, source.uri)
     column, reads = _column(source, column)
@@ -111,7 +111,8 @@ def _column(source: Source, given: str | None) -> tuple[str, Reads]:
     if kind == "other":
         found_type = source.schema.field(column).type
         raise XcompatError(f"column {column!r} of {source.uri} is {found_type}; choose a column of vectors, texts or images")
-    reads: Reads = "vectors" if kind == "vector" else "images" if kind == "image" or column in IMAGE_COLUMNS else "texts"
+    is_vector = kind == "vector" or (kind == "text" and column in EMBEDDING_COLUMNS)  # numbers in brackets, or base64
+    reads: Reads = "vectors" if is_vector else "images" if kind == "image" or column in IMAGE_COLUMNS else "texts"
     return column, reads
 
 

@@ -251,12 +251,12 @@ class MapRequest:
 
 
 def make_text_input(
-    texts: Path | None, images: Path | None, embed_with: str | None, requests_per_minute: float | None, price: float | None
+    texts: str | None, images: str | None, embed_with: str | None, requests_per_minute: float | None, price: float | None
 ) -> TextInput | None:
     """Return the texts or images to embed, if any.
 
     Raises:
-        XcompatError: there are both, or service options without texts.
+        XcompatError: there are both, service options without texts, or a local path does not exist.
     """
     about_service = (embed_with, requests_per_minute, price)
     if texts is not None and images is not None:
@@ -264,7 +264,8 @@ def make_text_input(
     if texts is not None or images is not None:
         path = texts if texts is not None else images
         assert path is not None
-        return TextInput(path, *about_service, are_images=images is not None)
+        local_files(path)  # a Path drops ./
+        return TextInput(Path(path), *about_service, are_images=images is not None)
     if any(each is not None for each in about_service):
         raise XcompatError("--embed-with and its options need texts; add --texts, or remove these options")
     return None
