@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar
@@ -80,7 +80,7 @@ if TYPE_CHECKING:
     from xcompat.retrieval.reranking import Reranker
     from xcompat.stores import Store
 
-T = TypeVar("T", Path, Path | None)
+T = TypeVar("T", str, str | None)
 
 app = typer.Typer(help="Build, search and upgrade a folder of embeddings.", no_args_is_help=True)
 
@@ -102,11 +102,11 @@ def _existing(source: T) -> T:
     if source is not None:
         from xcompat.data.sources import local_files
 
-        local_files(str(source))
+        local_files(source)
     return source
 
 
-Source = Annotated[Path, typer.Argument(metavar="SOURCE", help="Image folder, shards, table, or text file.", callback=_existing)]
+Source = Annotated[str, typer.Argument(metavar="SOURCE", help="Image folder, shards, table, or text file.", callback=_existing)]
 
 
 @app.command()
@@ -159,7 +159,7 @@ def build(
     elif ids is not None:
         raise XcompatError("--ids works only with vectors; remove it, or choose a column of texts with --id-column")
     elif source is not None:
-        _existing(Path(source))
+        _existing(source)
         argument_checks.require_models(model)
         announce_loading(model, side_info)
         commands.require_place(out, index)
@@ -316,7 +316,7 @@ def upgrade(
     gallery: Folder,
     model: ModelName = "",
     backfill: Annotated[
-        Path | None,
+        str | None,
         typer.Option(
             help="Images or texts to re-embed. Items with recorded demand come first, the others in random order.",
             callback=_existing,
@@ -374,12 +374,24 @@ def _warn_of_backfill(gallery: Gallery, model: str) -> None:
 
 
 @app.command()
-def info(gallery: Folder, model: ModelName = "", json: Json = False) -> None:
-    """Show the items, models and earlier states of a gallery."""
+def info(
+    gallery: Annotated[str, typer.Argument(metavar="GALLERY", help="Gallery folder, or store address.")],
+    model: ModelName = "",
+    json: Json = False,
+) -> None:
+    """Show the items, models and earlier states of a gallery, or the vectors and models of a store."""
+    if is_address(gallery):
+        if model:
+            raise XcompatError("--model does not work with vector stores; use `xcompat gallery doctor` to check a store's model")
+        from xcompat.stores.commands import info as store_info
+
+        with _printing_results(json), closing(open_store(gallery)) as store:
+            print_json(store_info(store), json)
+        return
     from xcompat.retrieval import commands
 
     with _printing_results(json):
-        opened = open_gallery(gallery)
+        opened = open_gallery(Path(gallery))
         found = commands.info(opened, load_model(model) if model else None)
     print_json(found, json)
 
@@ -501,7 +513,7 @@ def _examine_store(
 def _examine_gallery(gallery: str, model: str, images: str, texts: dict[str, object], sample: int) -> dict[str, object]:
     from xcompat.retrieval import argument_checks, commands
 
-    opened, source = open_gallery(Path(gallery)), _existing(Path(images))
+    opened, source = open_gallery(Path(gallery)), _existing(images)
     argument_checks.require_models(model)
     originals = load_originals(source, texts)
     return commands.doctor(opened, load_model(model), originals, sample)

@@ -79,6 +79,31 @@ def alias(store: Store, name: str) -> None:
     console.print(f"[green]✓[/] maps for {literal(model)} now work with vectors of {literal(made)} in {literal(store.uri)}")
 
 
+def info(store: Store) -> dict[str, Any]:
+    """Print a store's vectors with their models, and return them."""
+    spaces, count = store.spaces(), store.count()
+    table = Table("vectors", "dim", "dtype", "model", title=f"{literal(store.uri)}: {count:,} items")
+    for name, space in spaces.items():
+        made_by = str(space.fingerprint) if space.fingerprint is not None else "unknown"
+        table.add_row(
+            literal(f"{name} (searched)" if name == store.space else name), str(space.dim or "-"), space.dtype, literal(made_by)
+        )
+    console.print(table)
+    console.print(f"metric {store.metric}")
+    listed = [
+        {
+            "name": name,
+            "dim": space.dim,
+            "dtype": space.dtype,
+            "model": space.fingerprint.name if space.fingerprint is not None else None,
+            "fingerprint": space.fingerprint.digest if space.fingerprint is not None else None,
+            "searched": name == store.space,
+        }
+        for name, space in spaces.items()
+    ]
+    return {"uri": str(store.uri), "items": count, "metric": store.metric, "vectors": listed}
+
+
 def doctor(uri: str, embedder: Embedder, held: SourceField, sample: int) -> dict[str, object]:
     """Print which stored vectors a model made; return this, and whether it made all."""
     from xcompat.retrieval.commands import print_findings
