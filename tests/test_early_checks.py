@@ -23,6 +23,17 @@ NO_ITEMS = "empty: no shards"
 MISTAKES = {
     f"map {INDEX} --ids short.txt": "index.faiss holds 4 vectors, but there are 2 ids; list an id per vector, in order",
     f"map {INDEX} --ids other.txt": "index.faiss and photos share no id ('x0', '00.png'); use the same ids in both",
+    "evaluate runs/nosuch": "runs/nosuch does not exist; use a recipe, a run's folder or a checkpoint",
+    "gallery build ./gone/photos --model enc": "gone/photos does not exist; there is no gone in",
+    "gallery build gone --model enc": "gone does not exist; there is no gone in",
+    "gallery build photos/2024 --model enc": "photos/2024 does not exist; there is no 2024 in",
+    "gallery add gallery ./gone/photos --model enc": "gone/photos does not exist; there is no gone in",
+    "gallery upgrade gallery --model enc --backfill ./gone/photos": "gone/photos does not exist; there is no gone in",
+    "gallery doctor gallery --model enc --images ./gone/photos": "gone/photos does not exist; there is no gone in",
+    "gallery build photos --model runs/nosuch": "the model folder runs/nosuch does not exist",
+    "map --old index.faiss --new enc --images ./gone/photos": "gone/photos does not exist; there is no gone in",
+    "map --old index.faiss --new enc --texts ./gone/texts": "gone/texts does not exist; there is no gone in",
+    "embed ./gone/photos --model enc --out new": "./gone/photos does not exist; there is no gone in",
     f"map {DUMP} --vector-name title_vector --ids ids.txt": "dump.json has ids of its own; remove --ids",
     f"map {DUMP} --ids nowhere.txt": "--ids nowhere.txt does not exist",
     f"map {DUMP} --id-column skuu": "--id-column skuu: no such name in dump.json; did you mean 'sku'?",
@@ -102,6 +113,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_mistake_is_found_before_a_model_is_loaded(
     line: str, place: Path, run_xcompat: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("datasets.load_dataset", lambda *_, **__: pytest.fail("the Hub is asked"))
     monkeypatch.setattr("xcompat.encoders.load_encoder", lambda *_, **__: pytest.fail("a model is loaded"))
     with closing(socket.create_server(("127.0.0.1", 0))) as other:
         typed = line.replace("PLACE", str(place)).replace("PORT", str(other.getsockname()[1]))

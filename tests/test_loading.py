@@ -371,7 +371,10 @@ def test_hub_names_are_told_from_missing_paths(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(XcompatError, match="neither a local path nor a data set that loads from the Hub: offline"):
         load_pairs(PairSource(path="owner/name", revision="v1"))
     assert asked == [("owner/name", None, "v1")]
-    for path in (str(tmp_path / "gone"), "./gone", "gone.tar", f"{tmp_path}/*.tar"):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "photos").mkdir()
+    names = ("gone", "./photos/gone", "photos/gone", "./gone/gone", "gone/gone/gone", "runs/gone", "./gone", "gone.tar")
+    for path in (str(tmp_path / "gone"), *names, f"{tmp_path}/*.tar"):
         with pytest.raises(XcompatError, match="does not exist"):
             load_pairs(path)
     assert len(asked) == 1

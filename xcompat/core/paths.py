@@ -10,6 +10,8 @@ from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 
+RUNS = "runs"
+"""Default folder of runs and reports, which nobody looks for on the Hub."""
 MAX_ENTRIES = 10_000
 """Maximum folder entries to search for similar names."""
 MIN_SIMILARITY = 0.8
@@ -19,12 +21,15 @@ MIN_SIMILARITY = 0.8
 def is_local(name: str) -> bool:
     """Return whether a model or data set name can only be a local path, by its form or because its first folder exists.
 
+    Names below :data:`RUNS` are always local.
+
     Example:
-        >>> is_local("./clip"), is_local("/data/clip"), is_local("~/clip"), is_local("openai/clip-vit-base-patch32")
+        >>> is_local("./clip"), is_local("/data/clip"), is_local("runs/clip"), is_local("openai/clip-vit-base-patch32")
         (True, True, True, False)
     """
     folder, slash, rest = name.partition("/")
-    return name.startswith((".", "/", "~")) or "/" in rest or Path(name).exists() or bool(slash and Path(folder).is_dir())
+    is_path = name.startswith((".", "/", "~")) or "/" in rest
+    return is_path or Path(name).exists() or bool(slash and (folder == RUNS or Path(folder).is_dir()))
 
 
 def is_misspelt(name: str) -> bool:

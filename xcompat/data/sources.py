@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from xcompat.core.checksums import file_record
 from xcompat.core.errors import MissingPathError, XcompatError
 from xcompat.core.files import files_below
-from xcompat.core.paths import is_local, is_misspelt, nearest_path
+from xcompat.core.paths import is_local, nearest_path
 from xcompat.data import cifar, coco
 from xcompat.data.addresses import is_address, redact_address
 from xcompat.data.delimited import is_captions_text
@@ -41,7 +41,7 @@ class DataSource(BaseModel):
 
     Args:
         path: folder, file, glob (``shards/*.tar``), brace range (``train-{0000..0003}.tar.gz``), a list of these, or Hub data set
-            with owner. A bare name close to a local file name counts as misspelt.
+            as ``owner/name``, unless there is a local folder ``owner``.
         split: split of a Hub data set or a saved ``DatasetDict``.
         name: configuration of a Hub data set.
         revision: revision of a Hub data set.
@@ -222,7 +222,7 @@ def _expand(pattern: str) -> list[str]:
 
 
 def _looks_like_hub(path: str) -> bool:
-    """Return whether a path looks like a Hub name and not like a local path."""
+    """Return whether a path is ``owner/name`` and does not look like a local path."""
     known = (
         *SHARD_SUFFIXES,
         *CAPTION_SUFFIXES,
@@ -236,8 +236,7 @@ def _looks_like_hub(path: str) -> bool:
     return (
         not is_local(path)
         and not has_suffix(path, known)
-        and not is_misspelt(path)
-        and re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", path) is not None
+        and re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", path) is not None
     )
 
 
