@@ -18,6 +18,7 @@ from xcompat.core.fingerprint import Fingerprint
 from xcompat.data import load_texts, read_qrels
 from xcompat.encoders.processor import Processor
 from xcompat.evaluation import graded_metrics
+from xcompat.mapping.candidates import LINES
 from xcompat.models.closed_form import readable_pairs
 from xcompat.models.embedder import load_checkpoint, load_embedder
 from xcompat.report import Report, load_report
@@ -25,6 +26,7 @@ from xcompat.training.evaluation_sets import load_test_set
 from xcompat.training.judged_texts import SHOWN, JudgedTestSet, load_judged_texts
 from xcompat.training.push import run_facts
 from xcompat.training.recipe import Recipe, parse_recipe
+from xcompat.training.record import CHOICE
 from xcompat.training.run import embed_recipe, run_recipe
 
 ANIMALS = ("dog", "cat", "bird", "fish")
@@ -220,3 +222,14 @@ def test_what_does_not_fit_is_refused(raw: dict[str, Any], changes: dict[str, An
     raw["data"] |= changes.pop("data", {})
     with pytest.raises(XcompatError, match=message):
         run_recipe(recipe_of(raw, **changes))
+
+
+def test_a_map_of_texts_is_chosen_by_their_sentences(raw: dict[str, Any], tmp_path: Path) -> None:
+    texts = [f"{row} {animal} sleeps here. nobody wakes {animal} {row}." for row, animal in enumerate(ANIMALS * 50)]
+    (tmp_path / "learned.txt").write_text("\n".join(texts) + "\n")
+    del raw["method"]
+    run_recipe(recipe_of(raw, evaluation=None))
+    said = json.loads((tmp_path / "run" / CHOICE).read_text())
+    assert said["sentences"].keys() == LINES.keys() and said["of_agreement"] and not said["is_other_kind"]
+    best = max(said["sentences"], key=said["sentences"].get)
+    assert said["chosen"] == f"{best} + old query, weight 0.5", "the old model can embed queries too"

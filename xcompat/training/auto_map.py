@@ -12,11 +12,13 @@ from xcompat.core.distributed import is_main_process
 from xcompat.core.errors import NoValidationDataError, XcompatError
 from xcompat.core.files import read_json
 from xcompat.core.progress import notice
+from xcompat.data.schema import TEXT
 from xcompat.mapping import CaptionedEmbeddings, Choice, PairedEmbeddings, fit
 from xcompat.mapping.agreement import choose_by_labels_or_agreement
 from xcompat.mapping.candidates import GUESS, LINES, CandidateParts, Described, Paired, Solver
 from xcompat.mapping.query_cost import describe_old_query_ms, measure_query_ms
 from xcompat.mapping.selection import merge_choices
+from xcompat.mapping.sentences import Texts
 from xcompat.methods import QueryMapModel
 from xcompat.models import CompatModel
 from xcompat.models.embedder import Embedder, penultimate_embedder
@@ -61,9 +63,9 @@ def choose_map(stage: Stage, folder: Path) -> CompatModel | None:
     solving.samples = max(len(each.pairs) for each in known)  # each sample counts once for all candidates
     choice: Choice | None = None
     try:
-        searched = stage.settings.searched_classes
+        asked, texts = (stage.settings.searched_classes, stage.seed), _texts(stage, plain)
         choice = merge_choices(
-            [choose_by_labels_or_agreement(each.pairs, searched, stage.seed, each.lines, old is not None) for each in known]
+            [choose_by_labels_or_agreement(each.pairs, *asked, each.lines, old is not None, texts) for each in known]
         )
         of_both = any(isinstance(each.pairs, CaptionedEmbeddings) for each in known)
         choice = replace(choice, is_other_kind=stage.settings.data.test is not None and not of_both)
@@ -105,6 +107,14 @@ def _inputs(stage: Stage, plain: Embedder) -> Iterator[tuple[Paired, Mapping[str
         yield captioned_pairs(stage, plain), LINES
     else:
         yield PairedEmbeddings(stage.cache_of_new(plain), stage.cache(stage.frozen("old"))), LINES
+
+
+def _texts(stage: Stage, new: Embedder) -> Texts | None:
+    """Return the texts of the pairs, whose sentences are evidence; None for images and captions."""
+    settings = stage.settings
+    if settings.data.images is not None or settings.remembered_pairs is not None or settings.data.embeddings_of != "texts":
+        return None
+    return Texts(stage.training_texts()[TEXT][:], new)
 
 
 def _features(settings: StageRecipe, plain: Embedder) -> Embedder | None:

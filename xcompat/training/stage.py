@@ -267,11 +267,15 @@ class Stage:
                 raise XcompatError(
                     f"{name}: empty corpus: data.texts is not set; set data.texts, or set data.embeddings_of to images"
                 )
-            texts = load_texts(data.texts, exclude=self.test_texts(), limit=data.texts_limit)
-            return cached_texts(embedder, texts, self.cache_dir)
+            return cached_texts(embedder, self.training_texts(), self.cache_dir)
         if data.pairs is None:
             raise XcompatError(f"{name}: data.embeddings_of is images, but data.pairs is not set; set data.pairs")
         return cached_images(embedder, load_pairs(data.pairs), self.cache_dir, data.pairs.max_bad_share, views)
+
+    def training_texts(self) -> datasets.Dataset:
+        """Return the distinct texts that a map learns from."""
+        data = self.settings.data
+        return load_texts(data.texts, exclude=self.test_texts(), limit=data.texts_limit)
 
     def with_query_prompt(self, new: Embedder) -> Embedder:
         """Return the new model with its query prompt if the map is for queries, and unchanged otherwise."""
