@@ -113,8 +113,9 @@ def shop(tmp_path: Path, folder_of: dict[str, str], old_folder: str, run_xcompat
     write_index(tmp_path / "own.faiss", old.embed({"pixel_values": old.processor.images(images)}).numpy())
     (tmp_path / "ids.txt").write_text("".join(f"{name}\n" for name in names))
     mapping = ("map", "--old", "own.faiss", "--ids", "ids.txt", "--new", folder_of["clip"], "--images", "photos", "--allow-worse")
-    code, _, err = run_xcompat(*mapping)
+    code, out, err = run_xcompat(*mapping)
     assert code == 0, err
+    assert "All pairs are images: text queries are not tested" in " ".join((out + err).split())
     return tmp_path
 
 

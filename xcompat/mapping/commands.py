@@ -37,6 +37,7 @@ from xcompat.stores.places import Place, describe_stored_model
 from xcompat.vectors.codecs import require_codec
 
 _REFUSED = "No map was written: {reason}. Add items, classes or captions, or write the best candidate with --allow-worse."
+_IMAGES_ONLY = "! All pairs are images: text queries are not tested, and can find less than the old model's."
 _WORSE = "no candidate is surely at or above old queries"
 _NO_EVIDENCE = "without classes or captions, the evidence for new queries is too weak (see above)"
 
@@ -203,6 +204,8 @@ def _decide(
     if found.new is not None and found.texts is not None:
         texts = Texts(found.texts, found.new)
     about = [*pairs.notes, *(theirs.notes if theirs is not None else ())]
+    if asked.texts is not None and asked.texts.are_images and found.new is not None and found.new.processor.max_length:
+        about.append(_IMAGES_ONLY)
     try:
         choice = choose_by_labels_or_agreement(
             pairs, asked.searched, asked.seed, lines, with_old_model, texts, asked.remember_items, asked.memory
