@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -47,13 +47,10 @@ def priced(count: int, prices: dict[int, int] | None) -> dict[int, int]:
 
 
 class Readable(ABC):
-    """A store of items with a vector and a price.
-
-    Args:
-        cheap: the filter ``price < 3`` in its language.
-    """
+    """A store of items with a vector and a price."""
 
     cheap: Any
+    """The filter ``price < 3`` in its language."""
     metrics: tuple[str, ...] = ("cosine", "ip", "l2")
     """By which it can compare."""
     shared = True
@@ -79,25 +76,16 @@ class Readable(ABC):
 
     @abstractmethod
     def fill(self, vectors_ND: NDArray[np.float32], metric: str = "cosine", prices: dict[int, int] | None = None) -> None:
-        """Make the items.
-
-        Args:
-            vectors_ND: one of each.
-            metric: by which they are compared.
-            prices: of each item by its id; unless given, ids are the numbers of the rows and prices their last digits.
-        """
+        """Make the items; unless prices by id are given, ids are the numbers of the rows and prices their last digits."""
 
 
 class Place(Readable):
-    """A database, which others change too.
-
-    Args:
-        into: the name of a new space.
-        refusals: what its client raises where vectors have another dimension, or there is nothing of the name.
-    """
+    """A database, which others change too."""
 
     into = "embedding_new"
+    """The name of a new space."""
     refusals: tuple[type[Exception], ...]
+    """What its client raises where vectors have another dimension, or there is nothing of the name."""
 
     @abstractmethod
     def clear(self) -> None:
@@ -173,7 +161,6 @@ class PostgresPlace(Place):
         self.connection.execute(statement, (item, price, str(vector_D.tolist())))
 
     def note(self, item: str, value: str | None) -> None:
-        """Set a column of a row, which the table gets when it is first needed."""
         self.connection.execute("ALTER TABLE items ADD COLUMN IF NOT EXISTS about text")
         self.connection.execute("UPDATE items SET about = %s WHERE id = %s", (value, item))
 
@@ -237,7 +224,6 @@ class ChromaPlace(Place):
             self.client.delete_collection(name)
 
     def uri(self, **options: str) -> str:
-        """Return the address of the collection, which says its metric itself."""
         return f"{self.address}?collection=items"
 
     def collection(self, name: str = "items") -> Any:
@@ -277,7 +263,6 @@ class ChromaPlace(Place):
         self.collection(space).update([item], vector_D[None])
 
     def everything(self) -> Any:
-        """Return all collections but xcompat's own: how they are made, and their rows."""
         found = []
         for each in sorted(self.client.list_collections(), key=lambda one: one.name):
             if each.name != "xcompat_records":
@@ -289,9 +274,7 @@ class ChromaPlace(Place):
 
 @contextmanager
 def chroma_place(request: pytest.FixtureRequest, folder: Path) -> Iterator[Place]:
-    """Make a folder."""
     chromadb = pytest.importorskip("chromadb")
-
     settings = chromadb.config.Settings(anonymized_telemetry=False)
     with chromadb.PersistentClient(folder / "chroma", settings) as client:
         yield ChromaPlace(f"chroma://{folder / 'chroma'}", client)
@@ -330,7 +313,6 @@ class LancePlace(Place):
         self.table.merge_insert("id").when_matched_update_all().when_not_matched_insert_all().execute(row)
 
     def note(self, item: str, value: str | None) -> None:
-        """Set a column of one row, which the table gets when it is first needed."""
         if "about" not in self.table.schema.names:
             self.table.add_columns(pa.field("about", pa.string()))
         self.table.update(where=f"id = {item}", values={"about": value})
@@ -365,19 +347,12 @@ class LancePlace(Place):
         )
 
     def everything(self) -> Any:
-        """Return the table in the order of its ids, with its schema, and the names of all tables."""
         return self.table.to_arrow().sort_by("id"), self.table.schema, self.database.list_tables().tables
 
 
 def fixed_size(vectors_ND: NDArray[Any]) -> Any:
     """Return vectors as Arrow's lists of one length."""
     return pa.FixedSizeListArray.from_arrays(pa.array(np.ascontiguousarray(vectors_ND).reshape(-1)), vectors_ND.shape[1])
-
-
-@contextmanager
-def lance_place(_: pytest.FixtureRequest, folder: Path) -> Iterator[Place]:
-    """Open an empty folder."""
-    yield LancePlace(folder)
 
 
 class GalleryPlace(Readable):
@@ -390,7 +365,6 @@ class GalleryPlace(Readable):
         self.folder = folder
 
     def uri(self, **options: str) -> str:
-        """Return the address of the folder; a gallery says its metric itself."""
         return f"file://{self.folder}"
 
     def fill(self, vectors_ND: NDArray[np.float32], metric: str = "cosine", prices: dict[int, int] | None = None) -> None:
@@ -399,12 +373,6 @@ class GalleryPlace(Readable):
         for part in (slice(231), slice(231, None)):
             gallery.add(vectors_ND[part], [str(item) for item, _ in known[part]], [{"price": price} for _, price in known[part]])
             gallery.commit()
-
-
-@contextmanager
-def gallery_place(_: pytest.FixtureRequest, folder: Path) -> Iterator[Readable]:
-    """Open an empty folder."""
-    yield GalleryPlace(folder / "items")
 
 
 class MilvusPlace(Place):
@@ -425,7 +393,6 @@ class MilvusPlace(Place):
             self.client.drop_collection(name)
 
     def uri(self, **options: str) -> str:
-        """Return the address of the collection, which says its metric itself."""
         return f"{self.address}?collection=items"
 
     def fill(self, vectors_ND: NDArray[np.float32], metric: str = "cosine", prices: dict[int, int] | None = None) -> None:
@@ -469,7 +436,6 @@ class MilvusPlace(Place):
         self.client.upsert(space, [{**row, "vector": vector_D}])
 
     def everything(self) -> Any:
-        """Return all collections but xcompat's own: how they are made, and their rows."""
         names = [name for name in self.names() if name != "xcompat_records"]
         rows = [sorted(map(str, self.client.query(name, filter="id >= 0", output_fields=["*"]))) for name in names]
         made = [str(self.client.describe_collection(name)) for name in names]
@@ -478,9 +444,7 @@ class MilvusPlace(Place):
 
 @contextmanager
 def milvus_place(request: pytest.FixtureRequest, folder: Path) -> Iterator[Place]:
-    """Make a file."""
     pymilvus = pytest.importorskip("pymilvus")
-
     client = pymilvus.MilvusClient(str(folder / "milvus.db"))
     yield MilvusPlace(f"milvus://{folder / 'milvus.db'}", client)
     client.close()
@@ -617,7 +581,6 @@ class SqlitePlace(Place):
             self.connection.execute(f"DROP TABLE IF EXISTS {table}")
 
     def uri(self, **options: str) -> str:
-        """Return the address of the table, which says its metric itself."""
         return f"sqlite://{self.file}?table=items"
 
     def fill(self, vectors_ND: NDArray[np.float32], metric: str = "cosine", prices: dict[int, int] | None = None) -> None:
@@ -664,14 +627,12 @@ class SqlitePlace(Place):
         self.connection.execute(f"UPDATE {space} SET embedding = ? WHERE id = ?", (vector_D.tobytes(), int(item)))
 
     def everything(self) -> Any:
-        """Return all tables but xcompat's own, and the rows of the one that is searched."""
         asked = "SELECT name, sql FROM sqlite_schema WHERE tbl_name <> 'xcompat_records' ORDER BY name"
         return list(self.connection.execute(asked)), list(self.connection.execute("SELECT * FROM items ORDER BY id"))
 
 
 @contextmanager
 def sqlite_place(_: pytest.FixtureRequest, folder: Path) -> Iterator[Place]:
-    """Make a file."""
     pytest.importorskip("apsw")
     place = SqlitePlace(folder / "items.db")
     yield place
@@ -681,12 +642,12 @@ def sqlite_place(_: pytest.FixtureRequest, folder: Path) -> Iterator[Place]:
 PLACES = {
     "postgresql": postgres_place,
     "chroma": chroma_place,
-    "lancedb": lance_place,
+    "lancedb": lambda _, folder: nullcontext(LancePlace(folder)),
     "milvus": milvus_place,
     "qdrant": qdrant_place,
     "qdrant-server": qdrant_server_place,
     "sqlite": sqlite_place,
 }
 """Name of a test -> what makes an empty database in a folder, or on a server that tests share."""
-READABLE = {**PLACES, "file": gallery_place}
+READABLE = {**PLACES, "file": lambda _, folder: nullcontext(GalleryPlace(folder / "items"))}
 """Likewise, with stores that are read alone."""

@@ -96,28 +96,29 @@ def test_unreadable_images_are_replaced_with_everything_that_belongs_to_them(cap
     assert [len(item["caption"]) for item in items] == [1, 4, 1, 4]
     assert list(bad.reasons) == ["id1", "id2", "id5"]
     assert capsys.readouterr().out.count("skipped id1") == 1
+    captions = make().remove_columns("caption").add_column("caption", ["a", None, "c", " ", "e", "f"])
+    bad = BadSamples(max_share=0.5, total=6)
+    assert [item["caption"] for item in PairDataset(captions, bad=bad).__getitems__([1, 3])] == ["c", "e"]
+    assert bad.reasons == {"id1": "it has no caption", "id3": "it has no caption"}
 
 
-def test_too_many_unreadable_images_stop_by_name() -> None:
+def test_what_cannot_be_paired_stops_by_name() -> None:
     pairs = PairDataset(make(broken=[1]))
     with pytest.raises(XcompatError, match=r"1 of 6 samples cannot be used.*id1"):
         pairs[1]
     with pytest.raises(XcompatError, match="none of 2 samples"):
         PairDataset(make(2, broken=[0, 1]), bad=BadSamples(max_share=1, total=2))[0]
-
-
-def test_a_sample_without_caption_is_replaced_too() -> None:
-    dataset = make().remove_columns("caption").add_column("caption", ["a", None, "c", " ", "e", "f"])
-    bad = BadSamples(max_share=0.5, total=6)
-    assert [item["caption"] for item in PairDataset(dataset, bad=bad).__getitems__([1, 3])] == ["c", "e"]
-    assert bad.reasons == {"id1": "it has no caption", "id3": "it has no caption"}
-
-
-def test_extra_columns_of_other_length_are_refused() -> None:
+    stream = make(150, broken=range(2, 150, 3)).cast_column("image", datasets.Image(decode=False)).to_iterable_dataset()
+    with pytest.raises(XcompatError, match="samples cannot be used.*id2"):
+        list(stream_pairs(stream))
     with pytest.raises(XcompatError, match="old_embeds has 5 rows, the data set 6"):
         PairDataset(make(), image_extra={"old_embeds": np.zeros((5, 2))})
     with pytest.raises(XcompatError, match="no column 'image'"):
         PairDataset(make().remove_columns("image"))
+    with pytest.raises(XcompatError, match="4 new embeddings but 3 old ones"):
+        EmbeddingPairDataset(np.zeros((4, 2)), np.zeros((3, 2)))
+    with pytest.raises(XcompatError, match="no embeddings"):
+        EmbeddingPairDataset(np.zeros((0, 2)), np.zeros((0, 2)))
 
 
 def test_iterating_leaves_out_what_cannot_be_read_and_says_which_rows_are_left() -> None:
@@ -162,12 +163,6 @@ def test_streams_leave_out_what_cannot_be_read_and_lose_nothing_else(workers: in
     assert all(item["image"].getpixel((0, 0))[0] == int(item["id"][2:]) for item in items)
 
 
-def test_streams_stop_when_too_much_is_unreadable() -> None:
-    dataset = make(150, broken=range(2, 150, 3)).cast_column("image", datasets.Image(decode=False))
-    with pytest.raises(XcompatError, match="samples cannot be used.*id2"):
-        list(stream_pairs(dataset.to_iterable_dataset()))
-
-
 @pytest.mark.parametrize("augmentation", [None, Augmentation.none(), Augmentation()])
 def test_collated_batches(augmentation: Augmentation | None) -> None:
     pairs = PairDataset(make(), image_extra={"old_embeds": np.ones((6, 2), np.float16)})
@@ -178,11 +173,8 @@ def test_collated_batches(augmentation: Augmentation | None) -> None:
     assert batch["input_ids"].tolist() == [[2], [4]]
     assert batch["labels"].tolist() == [1, 1]
     assert batch["old_embeds"].dtype == torch.float32
-
-
-def test_batches_without_captions_and_labels() -> None:
-    pairs = PairDataset(make().remove_columns(["caption", "label"]))
-    assert set(PairCollator(StubProcessor())(pairs.__getitems__([0]))) == {"pixel_values"}  # type: ignore[arg-type]
+    bare = PairDataset(make().remove_columns(["caption", "label"]))
+    assert set(PairCollator(StubProcessor())(bare.__getitems__([0]))) == {"pixel_values"}  # type: ignore[arg-type]
 
 
 def test_embedding_pairs_from_memory_maps(tmp_path: Path) -> None:
@@ -197,21 +189,10 @@ def test_embedding_pairs_from_memory_maps(tmp_path: Path) -> None:
         assert torch.equal(batch["new_embeds"], torch.from_numpy(new[rows].astype(np.float32)))
         assert torch.equal(batch["old_embeds"], torch.from_numpy(old[rows].astype(np.float32)))
     assert torch.equal(pairs[7]["new_embeds"], torch.from_numpy(new[7].astype(np.float32)))
-
-
-def test_embedding_pairs_of_some_rows() -> None:
-    array = np.arange(10, dtype=np.float32)[:, None]
-    pairs = EmbeddingPairDataset(array, -array, np.array([2, 5, 9]))
-    assert len(pairs) == 3
-    assert pairs.__getitems__([2, 0])["new_embeds"].tolist() == [[9], [2]]
-    assert pairs.__getitems__([2, 0])["old_embeds"].tolist() == [[-9], [-2]]
-
-
-def test_embedding_pairs_of_different_data_are_refused() -> None:
-    with pytest.raises(XcompatError, match="4 new embeddings but 3 old ones"):
-        EmbeddingPairDataset(np.zeros((4, 2)), np.zeros((3, 2)))
-    with pytest.raises(XcompatError, match="no embeddings"):
-        EmbeddingPairDataset(np.zeros((0, 2)), np.zeros((0, 2)))
+    some = EmbeddingPairDataset(new, old, np.array([2, 5, 9]))
+    assert len(some) == 3
+    for side, array in (("new_embeds", new), ("old_embeds", old)):
+        np.testing.assert_array_equal(some.__getitems__([2, 0])[side], array[[9, 2]])
 
 
 @settings(max_examples=30)

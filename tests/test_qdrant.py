@@ -14,7 +14,7 @@ from uuid import UUID
 import numpy as np
 import pytest
 import torch
-from store_places import QdrantPlace, map_of_galleries, unit_vectors
+from store_places import QdrantPlace
 
 import xcompat.stores
 from xcompat import Fingerprint, XcompatError
@@ -35,19 +35,21 @@ OLD = Fingerprint.from_string("the old model")
 
 
 @pytest.fixture(scope="module")
-def vectors() -> np.ndarray:
-    return unit_vectors(N, OLD_DIM)
-
-
-@pytest.fixture(scope="module")
-def mapping(vectors: np.ndarray) -> Mapping:
-    return Mapping(map_of_galleries(vectors, NEW_DIM))
+def mapping(model: RidgeModel) -> Mapping:
+    return Mapping(model)
 
 
 @pytest.fixture
 def server() -> Iterator[Server]:
     with served() as found:
         yield found
+
+
+@pytest.fixture
+def shop(server: Server, vectors: np.ndarray) -> Server:
+    """A server with the vectors in ``items_v1``, behind the alias ``items``."""
+    QdrantPlace("", server.client).fill(vectors)
+    return server
 
 
 def address(server: Server, name: str = "items", **options: str) -> str:
@@ -167,15 +169,12 @@ def test_new_collection_settings(server: Server, vectors: np.ndarray, mapping: M
     assert old.config == new.config
 
 
-def test_a_second_migration_counts_by_its_own_copies(server: Server, vectors: np.ndarray, mapping: Mapping) -> None:
+def test_a_second_migration_counts_by_its_own_copies(shop: Server, vectors: np.ndarray, mapping: Mapping) -> None:
     """What the first one wrote into payloads means nothing to the second one."""
-    server.client.create_collection("items_v1", models.VectorParams(size=OLD_DIM, distance=models.Distance.COSINE))
-    server.client.upload_collection("items_v1", vectors, ids=range(N))
-    alias(server.client)
     back = RidgeModel.config_class(old=describe_old(mapping.target[0], NEW_DIM), embedding_dim=OLD_DIM, direction="old_to_new")
     pairs = torch.from_numpy(vectors), torch.from_numpy(mapping(vectors))
     second = Mapping(RidgeModel(back).fit([pairs]).eval())
-    store = opened(address(server))
+    store = opened(address(shop))
     for number, made in ((2, mapping), (3, second)):
         migration.start(store, made, f"items_v{number}")
         assert migration.verify(store, made, queries=9).passed
@@ -185,17 +184,14 @@ def test_a_second_migration_counts_by_its_own_copies(server: Server, vectors: np
         migration.switch(store, made)
         migration.finish(store)
     assert store.spaces().keys() == {"items"} and store.count() == N
-    assert [found.name for found in server.client.get_collections().collections] == ["items_v3"]
+    assert [found.name for found in shop.client.get_collections().collections] == ["items_v3"]
 
 
 @pytest.mark.parametrize("call", ["delete_payload", "update_collection", "delete_collection"])
 def test_a_finish_that_is_killed_leaves_nothing_of_ours_when_it_is_called_again(
-    server: Server, vectors: np.ndarray, mapping: Mapping, monkeypatch: pytest.MonkeyPatch, call: str
+    shop: Server, mapping: Mapping, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
-    server.client.create_collection("items_v1", models.VectorParams(size=OLD_DIM, distance=models.Distance.COSINE))
-    server.client.upload_collection("items_v1", vectors, [{"row": row} for row in range(N)], range(N))
-    alias(server.client)
-    store = opened(address(server))
+    store = opened(address(shop))
     migration.start(store, mapping, "items_v2")
     migration.verify(store, mapping)
     migration.switch(store, mapping)
@@ -215,19 +211,18 @@ def test_a_finish_that_is_killed_leaves_nothing_of_ours_when_it_is_called_again(
     monkeypatch.setattr(store, "drop_space", killed)
     with pytest.raises(KeyboardInterrupt):
         migration.finish(store)
-    migration.finish(opened(address(server)))
-    assert [found.name for found in server.client.get_collections().collections] == ["items_v2"]
-    assert {point.id: point.payload for point in server.client.scroll("items_v2", limit=N)[0]} == {
-        row: {"row": row} for row in range(N)
+    migration.finish(opened(address(shop)))
+    assert [found.name for found in shop.client.get_collections().collections] == ["items_v2"]
+    assert {point.id: point.payload for point in shop.client.scroll("items_v2", limit=N)[0]} == {
+        row: {"price": row % 10} for row in range(N)
     }
 
 
-def test_filters_are_objects_dictionaries_or_json(server: Server, vectors: np.ndarray) -> None:
-    place = QdrantPlace(f"qdrant://127.0.0.1:{server.port}", server.client)
-    place.fill(vectors)
-    store = xcompat.stores.open(place.uri())
-    spoken = json.loads(place.cheap)
-    found = [[hit.id for hit in store.search(vectors[:1], N, each)[0]] for each in (place.cheap, spoken, models.Filter(**spoken))]
+def test_filters_are_objects_dictionaries_or_json(shop: Server, vectors: np.ndarray) -> None:
+    store = xcompat.stores.open(address(shop))
+    spoken = json.loads(QdrantPlace.cheap)
+    forms = QdrantPlace.cheap, spoken, models.Filter(**spoken)
+    found = [[hit.id for hit in store.search(vectors[:1], N, form)[0]] for form in forms]
     assert found[0] == found[1] == found[2] and len(found[0]) == 18
     for wrong in ("price < 3", '{"mast": []}', {"must": [{"key": "price", "rank": 3}]}):
         with pytest.raises(XcompatError) as refusal:
@@ -235,24 +230,22 @@ def test_filters_are_objects_dictionaries_or_json(server: Server, vectors: np.nd
         assert "\n" not in str(refusal.value) and str(refusal.value).startswith("qdrant://")
 
 
-def test_a_search_asks_once(server: Server, vectors: np.ndarray, monkeypatch: pytest.MonkeyPatch) -> None:
-    QdrantPlace("", server.client).fill(vectors)
-    store = xcompat.stores.open(address(server))
-    server.answers = 1
+def test_a_search_asks_once(shop: Server, vectors: np.ndarray) -> None:
+    store = xcompat.stores.open(address(shop))
+    shop.answers = 1
     assert [each[0].id for each in store.search(vectors[:5], 1)] == list("01234")
-    assert server.answers == 0
+    assert shop.answers == 0
 
 
 @pytest.mark.filterwarnings("ignore:Batch upload failed")
-def test_a_lost_connection_is_a_clear_stop_that_continues(server: Server, vectors: np.ndarray, mapping: Mapping) -> None:
-    QdrantPlace("", server.client).fill(vectors)
-    store = opened(address(server))
-    server.answers = 60
+def test_a_lost_connection_is_a_clear_stop_that_continues(shop: Server, mapping: Mapping) -> None:
+    store = opened(address(shop))
+    shop.answers = 60
     with pytest.raises(LostConnectionError, match="does not answer .* to continue") as refusal:
         migration.start(store, mapping, "items_v2", batch=10)
     assert "\n" not in str(refusal.value)
-    server.answers = 10**9
-    store = xcompat.stores.open(address(server))
+    shop.answers = 10**9
+    store = xcompat.stores.open(address(shop))
     assert migration.status(store)[1] in range(1, N)
     migration.start(store, mapping)
     assert migration.status(store)[1] == 0 and migration.verify(store, mapping, 9).passed
@@ -313,23 +306,21 @@ def test_what_cannot_be_opened_is_refused_in_one_line(server: Server, vectors: n
         xcompat.stores.open(address(old))
 
 
-def test_a_collection_without_an_alias_is_only_searched(server: Server, vectors: np.ndarray, mapping: Mapping) -> None:
-    QdrantPlace("", server.client).fill(vectors)
-    store = opened(address(server, "items_v1"))
+def test_a_collection_without_an_alias_is_only_searched(shop: Server, vectors: np.ndarray, mapping: Mapping) -> None:
+    store = opened(address(shop, "items_v1"))
     assert store.find(vectors[:1], OLD, 1)[0][0].id == "0" and store.describe()["spaces"] == {"items_v1": OLD_DIM}
-    before = server.client.get_collection("items_v1").config
+    before = shop.client.get_collection("items_v1").config
     with pytest.raises(XcompatError, match="create an alias .*, and use it in your services and in the address"):
         migration.start(store, mapping, "items_v2")
-    assert server.client.get_collection("items_v1").config == before and len(server.engine.collections) == 1
+    assert shop.client.get_collection("items_v1").config == before and len(shop.engine.collections) == 1
 
 
-def test_collections_of_others_are_neither_filled_nor_deleted(server: Server, vectors: np.ndarray, mapping: Mapping) -> None:
-    QdrantPlace("", server.client).fill(vectors)
-    server.client.create_collection("theirs", models.VectorParams(size=NEW_DIM, distance=models.Distance.COSINE))
-    store = opened(address(server))
+def test_collections_of_others_are_neither_filled_nor_deleted(shop: Server, mapping: Mapping) -> None:
+    shop.client.create_collection("theirs", models.VectorParams(size=NEW_DIM, distance=models.Distance.COSINE))
+    store = opened(address(shop))
     with pytest.raises(XcompatError, match="already has a collection or alias 'theirs'; choose another name"):
         migration.start(store, mapping, "theirs")
     begun = migration.Migration(space="items", into="theirs", model=identity(mapping.model).digest)
     store.set_record(migration.RECORD, begun.model_dump())  # as if it was killed before it was refused
     migration.rollback(store)
-    assert server.client.collection_exists("theirs") and store.record(migration.RECORD) is None
+    assert shop.client.collection_exists("theirs") and store.record(migration.RECORD) is None

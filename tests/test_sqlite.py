@@ -31,15 +31,6 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[SqlitePlac
         found.close()
 
 
-def migrated(place: SqlitePlace, model: RidgeModel) -> xcompat.stores.Store:
-    """Start, verify and switch the migration of items whose vectors the old model made."""
-    store = place.open()
-    store.name_model("items", OLD)
-    migration.start(store, Mapping(model), batch=25)
-    migration.switch(store, Mapping(model))
-    return store
-
-
 def asked(place: SqlitePlace, statement: str, *values: Any) -> list[Any]:
     return list(place.connection.execute(statement, values))
 
@@ -83,7 +74,9 @@ def test_triggers_and_views_follow_the_switch(place: SqlitePlace, vectors: np.nd
     store = place.open()
     assert next(store.rows(3, content="docs.body")).contents == ["text 0", "text 1", "text 2"]
     assert store.read_fields(["7"], ["docs.body"]) == {"7": {"docs.body": "text 7"}}
-    store = migrated(place, model)
+    store.name_model("items", OLD)
+    migration.start(store, Mapping(model), batch=25)
+    migration.switch(store, Mapping(model))
     new = Mapping(model)(vectors[:1])
     asked(place, "INSERT INTO docs VALUES (?, ?, ?)", 99, "text 99", new.tobytes())
     assert asked(place, "SELECT count(*) FROM found") == [(N + 1,)]

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 import warm
-from PIL import Image
+from conftest import write_photos
 from store_places import OLD, PLACES, map_of_galleries, unit_vectors
 from typer.testing import CliRunner
 
@@ -37,11 +37,6 @@ from xcompat.stores.embedding import Embedding
 from xcompat.stores.mapping import Mapping
 
 N, OLD_DIM, NEW_DIM, BLOCK = 430, 16, 24, 50
-
-
-@pytest.fixture(scope="module")
-def vectors() -> np.ndarray:
-    return unit_vectors(N, OLD_DIM)
 
 
 @pytest.fixture(scope="module")
@@ -148,17 +143,14 @@ def test_originals_are_embedded_anew_by_workers(kind: str, tmp_path: Path, old_f
     if kind == "texts":
         source.write_text("".join(f"{'so very ' * (row % 3)}bear {row}\n" for row in range(1200)) + "word " * 500)
     else:
-        source.mkdir()
-        for row in range(203):
-            pixels = np.random.default_rng(row).integers(0, 255, (20, 20, 3), dtype=np.uint8)
-            Image.fromarray(pixels).save(source / f"{row:03}.png")
+        write_photos(source, 203)
     originals, old, newer = load_originals(source), load_embedder(old_folder), str(tmp_path / "newer")
     XbtModel.from_encoder(folder_of["clip"], old=old.describe_old()).export(newer)
     new = load_embedder(newer)
     made = Gallery.create(tmp_path / "one", old)
     ingestion.ingest(made, originals, old)
     if kind == "images":
-        (source / "070.png").write_bytes(b"no image")  # the first is found by whoever reads it
+        (source / "70.png").write_bytes(b"no image")  # the first is found by whoever reads it
     many = copied(made.path, "many")
     alone = Backfill(made, originals, new).run()
     assert Backfill(many, originals, new).run(worker_here(newer, new)) == alone
