@@ -18,12 +18,12 @@ from store_places import unit_vectors as unit
 from xcompat import Fingerprint, XcompatError
 from xcompat.methods import ProcrustesConfig, ProcrustesModel
 from xcompat.models.config import describe_old
-from xcompat.models.embedder import load_embedder
 from xcompat.retrieval import Gallery, adopted_index, adoption, staging
 from xcompat.retrieval.manifest import write_manifest
 
 OLD = Fingerprint.from_string("old")
 D, d, N = 12, 8, 200
+LONGER = np.concatenate([unit(N, d, 0), unit(3, d, 5)])
 FACTORIES = ("Flat", "IVF4,Flat", "HNSW8")
 
 
@@ -60,57 +60,51 @@ def query_map() -> ProcrustesModel:
     return model.fit([(torch.from_numpy(unit(300, D, 1)), torch.from_numpy(unit(300, d, 2)))]).eval()
 
 
-def fewer(path: Path, factory: str, wrapped: bool) -> None:
-    write_index(path, unit(N, d, 0)[1:], factory, wrapped)
-
-
-def more(path: Path, factory: str, wrapped: bool) -> None:
-    write_index(path, np.concatenate([unit(N, d, 0), unit(3, d, 5)]), factory, wrapped)
-
-
-def exchanged(path: Path, factory: str, wrapped: bool) -> None:
-    write_index(path, unit(N, d, 0)[::-1].copy(), factory, wrapped)
-
-
-def flipped(path: Path, factory: str, wrapped: bool) -> None:
+def flip(path: Path) -> None:
     damaged = bytearray(path.read_bytes())
     damaged[len(damaged) // 2] ^= 0x40
     path.write_bytes(damaged)
     later(path)
 
 
-def flipped_in_silence(path: Path, factory: str, wrapped: bool) -> None:
+def flip_in_silence(path: Path) -> None:
     before = path.stat()
-    flipped(path, factory, wrapped)
+    flip(path)
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
 
 
-def replaced(path: Path, factory: str, wrapped: bool) -> None:
-    path.write_text("I am no index, but long enough to be one")
+CHANGES: dict[str, Callable[..., object]] = {
+    "fewer": lambda path, *kind: write_index(path, unit(N, d, 0)[1:], *kind),
+    "more": lambda path, *kind: write_index(path, LONGER, *kind),
+    "exchanged": lambda path, *kind: write_index(path, unit(N, d, 0)[::-1].copy(), *kind),
+    "flipped": lambda path, *_: flip(path),
+    "flipped in silence": lambda path, *_: flip_in_silence(path),
+    "replaced": lambda path, *_: path.write_text("I am no index, but long enough to be one"),
+    "gone": lambda path, *_: path.unlink(),
+}
 
 
 @pytest.mark.parametrize(("factory", "wrapped"), [("Flat", False), ("IVF4,Flat", True), ("HNSW8", False)])
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (fewer, "holds 199 vectors, but the gallery knows 200: some were removed"),
-        (more, "holds 203 vectors, but the gallery knows 200: .*`xcompat gallery resync .*/g --ids FILE`"),
-        (exchanged, "still holds 200 vectors, but its bytes have changed"),
-        (flipped, "still holds 200 vectors, but its bytes have changed"),
-        (flipped_in_silence, "still holds 200 vectors, but its bytes have changed"),
-        (replaced, "own.faiss "),
-        (lambda path, *_: path.unlink(), "own.faiss does not exist; restore the faiss index"),
+        ("fewer", "holds 199 vectors, but the gallery knows 200: some were removed"),
+        ("more", "holds 203 vectors, but the gallery knows 200: .*`xcompat gallery resync .*/g --ids FILE`"),
+        *(
+            (change, "still holds 200 vectors, but its bytes have changed")
+            for change in ("exchanged", "flipped", "flipped in silence")
+        ),
+        ("replaced", "own.faiss "),
+        ("gone", "own.faiss does not exist; restore the faiss index"),
     ],
 )
-def test_an_adopted_index_that_changed_is_refused(
-    change: Callable[[Path, str, bool], None], message: str, factory: str, wrapped: bool, tmp_path: Path
-) -> None:
+def test_an_adopted_index_that_changed_is_refused(change: str, message: str, factory: str, wrapped: bool, tmp_path: Path) -> None:
     own = tmp_path / "own.faiss"
     write_index(own, unit(N, d, 0), factory, wrapped)
     whole = own.read_bytes()
     Gallery.from_faiss(tmp_path / "g", own, names(N), OLD)
     later(own)  # what is written again a moment later has another time
-    change(own, factory, wrapped)
+    CHANGES[change](own, factory, wrapped)
     gallery = Gallery.open(tmp_path / "g")
     assert len(gallery) == N and gallery.find(["i3", "x"]) == [OLD, None]
     for use in (lambda: gallery.search(unit(1, d, 1), OLD), lambda: gallery.segments[0].vectors(np.arange(3))):
@@ -136,19 +130,7 @@ def test_a_byte_anywhere_is_found_where_the_time_moved(factory: str, tmp_path: P
             Gallery.open(tmp_path / "g").search(unit(1, d, 1), OLD)
 
 
-def test_a_copy_with_another_time_is_the_same_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    own = tmp_path / "own.faiss"
-    write_index(own, unit(N, d, 0))
-    Gallery.from_faiss(tmp_path / "g", own, names(N), OLD)
-    later(own)
-    assert found(Gallery.open(tmp_path / "g"), unit(N, d, 0)[[9]]) == [["i9"]]
-    assert Gallery.open(tmp_path / "g").resync() == 1 and Gallery.open(tmp_path / "g").resync() == 1
-    monkeypatch.setattr(adopted_index, "_checksum", lambda *_: pytest.fail("all of the file is read"))
-    assert found(Gallery.open(tmp_path / "g"), unit(N, d, 0)[[9]]) == [["i9"]]
-    assert found(Gallery.open(tmp_path / "g", 0), unit(N, d, 0)[[9]]) == [["i9"]]
-
-
-def test_an_index_that_is_written_anew_while_it_is_open_is_refused(tmp_path: Path) -> None:
+def test_another_time_is_refused_while_open_and_the_same_index_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own = tmp_path / "own.faiss"
     write_index(own, unit(N, d, 0))
     gallery = Gallery.from_faiss(tmp_path / "g", own, names(N), OLD)
@@ -157,11 +139,16 @@ def test_an_index_that_is_written_anew_while_it_is_open_is_refused(tmp_path: Pat
     for use in (lambda: gallery.search(unit(1, d, 1), OLD), lambda: gallery.segments[0].vectors(np.arange(3))):
         with pytest.raises(XcompatError, match="changed while it was open; open the gallery again"):
             use()
+    assert found(Gallery.open(tmp_path / "g"), unit(N, d, 0)[[9]]) == [["i9"]]
+    assert Gallery.open(tmp_path / "g").resync() == 1 and Gallery.open(tmp_path / "g").resync() == 1
+    monkeypatch.setattr(adopted_index, "_checksum", lambda *_: pytest.fail("all of the file is read"))
+    assert found(Gallery.open(tmp_path / "g"), unit(N, d, 0)[[9]]) == [["i9"]]
+    assert found(Gallery.open(tmp_path / "g", 0), unit(N, d, 0)[[9]]) == [["i9"]]
 
 
 def grown(tmp_path: Path, factory: str = "Flat", wrapped: bool = False) -> tuple[Path, np.ndarray]:
     """Adopt an index, remove an item from the gallery, add one, and let the index grow by three."""
-    own, vectors = tmp_path / "own.faiss", np.concatenate([unit(N, d, 0), unit(3, d, 5)])
+    own, vectors = tmp_path / "own.faiss", LONGER
     index = write_index(own, vectors[:N], factory, wrapped)
     gallery = Gallery.from_faiss(tmp_path / "g", own, names(N), OLD, [{"n": number} for number in range(N)])
     gallery.remove(["i9"])
@@ -190,8 +177,9 @@ def test_what_was_added_to_an_index_is_taken_over(factory: str, wrapped: bool, t
     assert all("i9" not in [hit.id for hit in each] for each in hits)
     if "PQ" not in factory:
         assert [each[0].id for each in hits[1:]] == ["i10", "i201"]
-    assert gallery.damage() == []
-    assert gallery.generations()[-1].by == "resync"
+    assert gallery.damage() == [] and gallery.generations()[-1].by == "resync"
+    gallery.rollback(1)
+    assert gallery.resync([*names(N), "i9", "a", "b"]) == 4 and gallery.find(["i9"]) == [OLD], "what was removed may come back"
 
 
 @pytest.mark.parametrize("factory", [*FACTORIES, "PQ4x4"])
@@ -221,7 +209,7 @@ def test_an_index_that_was_put_back_is_searched_by_the_states_that_know_it(tmp_p
     write_index(own, vectors)
     whole = own.read_bytes()
     gallery = Gallery.from_faiss(tmp_path / "g", own, names(N), OLD)
-    more(own, "Flat", False)
+    write_index(own, LONGER)
     gallery.resync(names(N + 3))
     own.write_bytes(whole)
     later(own)
@@ -230,7 +218,7 @@ def test_an_index_that_was_put_back_is_searched_by_the_states_that_know_it(tmp_p
     assert found(Gallery.open(tmp_path / "g", 0), vectors[[9]]) == [["i9"]]
     gallery.rollback(0)
     assert found(gallery, vectors[[9]]) == [["i9"]]
-    more(own, "Flat", False)
+    write_index(own, LONGER)
     assert gallery.resync(names(N + 3)) == 3
     gallery.rollback(2)
     own.write_bytes(whole)
@@ -260,37 +248,27 @@ ALL_ALTERED = "200 of the first 200 vectors of .*, the first being 'i0': vectors
 @pytest.mark.parametrize(
     ("change", "ids", "message"),
     [
-        (fewer, names(N - 1), "holds 199 vectors of 8 dimensions, but the gallery knows 200 of 8; after removals"),
-        (exchanged, names(N), ALL_ALTERED),
-        (more, None, "3 vectors were added to .*: set the ids of all 203, in order, with --ids"),
-        (more, names(3), "set the ids of all 203.*got 3"),
-        (more, [*names(N - 1), "x", "y", "z", "a"], "id 200 is 'x', but this vector is stored as 'i199'"),
-        (more, [*names(N), "a", "b", "a"], "'a' is given twice"),
-        (more, [*names(N), "a", "b", "i5"], "'i5' was added to .* but is in the gallery already"),
-        (more, [*names(N), "a", "b", "mine"], "'mine' was added to .* but is in the gallery already"),
-        (replaced, names(N), "is not a readable faiss index"),
+        ("fewer", names(N - 1), "holds 199 vectors of 8 dimensions, but the gallery knows 200 of 8; after removals"),
+        ("exchanged", names(N), ALL_ALTERED),
+        ("more", None, "3 vectors were added to .*: set the ids of all 203, in order, with --ids"),
+        ("more", names(3), "set the ids of all 203.*got 3"),
+        ("more", [*names(N - 1), "x", "y", "z", "a"], "id 200 is 'x', but this vector is stored as 'i199'"),
+        ("more", [*names(N), "a", "b", "a"], "'a' is given twice"),
+        ("more", [*names(N), "a", "b", "i5"], "'i5' was added to .* but is in the gallery already"),
+        ("more", [*names(N), "a", "b", "mine"], "'mine' was added to .* but is in the gallery already"),
+        ("replaced", names(N), "is not a readable faiss index"),
     ],
 )
-def test_what_cannot_be_taken_over_is_refused(change: Any, ids: list[str] | None, message: str, tmp_path: Path) -> None:
+def test_what_cannot_be_taken_over_is_refused(change: str, ids: list[str] | None, message: str, tmp_path: Path) -> None:
     own = tmp_path / "own.faiss"
     write_index(own, unit(N, d, 0))
     gallery = store(Gallery.from_faiss(tmp_path / "g", own, names(N), OLD), unit(1, d, 7), ["mine"])
-    change(own, "Flat", False)
+    CHANGES[change](own)
     with pytest.raises(XcompatError, match=message) as refused:
         gallery.resync(ids)
     assert "\n" not in str(refused.value) and Gallery.open(tmp_path / "g").generation == 1
-
-
-def test_what_was_removed_may_come_back_under_its_id(tmp_path: Path) -> None:
-    _, vectors = grown(tmp_path)
-    gallery = Gallery.open(tmp_path / "g")
-    gallery.resync([*names(N), "i9", "a", "b"])
-    assert gallery.find(["i9"]) == [OLD] and found(gallery, vectors[[N]]) == [["i9"]] and len(gallery) == N + 3
-
-
-def test_only_galleries_around_an_index_are_brought_up_to_it(tmp_path: Path) -> None:
     with pytest.raises(XcompatError, match="holds no adopted index"):
-        Gallery.create(tmp_path / "g", OLD, dim=d).resync()
+        Gallery.create(tmp_path / "empty", OLD, dim=d).resync()
 
 
 @pytest.mark.parametrize("factory", FACTORIES)
@@ -336,18 +314,6 @@ def test_queries_are_brought_to_vectors_that_were_never_normalised(metric: int, 
     expected = np.mean(own_rows // 10 == np.arange(200) // 5)
     assert expected > 0.5
     assert np.mean(np.array(asked) // 10 == np.arange(200) // 5) == pytest.approx(expected, abs=0.0 if spread == 0 else 0.03)
-
-
-def test_what_a_model_adds_is_brought_to_the_length_of_what_is_there(old_folder: str, tmp_path: Path) -> None:
-    embedder = load_embedder(old_folder)
-    write_index(tmp_path / "own.faiss", 30 * unit(N, d, 0), metric=faiss.METRIC_L2)
-    gallery = Gallery.from_faiss(tmp_path / "g", tmp_path / "own.faiss", names(N), embedder)
-    added = unit(3, d, 5)
-    store(gallery, added, ["a", "b", "c"], version=embedder)
-    stored = gallery.segments[1].vectors(np.arange(3))
-    np.testing.assert_allclose(stored, 30 * added, rtol=1e-5)
-    assert found(gallery, added, embedder) == [["a"], ["b"], ["c"]]
-    assert found(gallery, unit(N, d, 0)[[4]], embedder) == [["i4"]]
 
 
 def test_an_adoption_that_could_not_say_that_it_was_done_is_done_by_the_same_again(
