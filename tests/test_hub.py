@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from conftest import Run
 from hub_server import Hub, Repository
 from huggingface_hub import ModelCard
 from peft import PeftModel
@@ -41,13 +42,11 @@ from xcompat.vectors.codecs import MemoryParts
 
 @pytest.fixture
 def on_hub(hub: Hub, folder_of: dict[str, str]) -> dict[str, str]:
-    """Return the name of a tiny encoder on the Hub per architecture, as `folder_of` returns folders."""
     hub.add("base/clip", folder_of["clip"])
     return {"clip": "base/clip"}
 
 
 def usage(card: str) -> dict[str, Any]:
-    """Run the lines that a card tells to run; return the names they leave."""
     (code,) = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
     names: dict[str, Any] = {}
     exec(compile(code, "README.md", "exec"), names)  # noqa: S102 - our own card
@@ -133,11 +132,7 @@ def test_peft_reads_the_lora_of_adapters_alone(folder_of: dict[str, str], images
 
 
 def test_adapters_stay_with_the_commit_of_their_base(
-    hub: Hub,
-    on_hub: dict[str, str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    run_xcompat: Callable[..., tuple[int, str, str]],
+    hub: Hub, on_hub: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_xcompat: Run
 ) -> None:
     model = build("xbt", on_hub)
     shake(model)
@@ -199,11 +194,11 @@ def test_a_name_with_a_revision_is_that_commit(
         EncoderSource(name="me/model@one", revision="two")
 
 
-Run = Callable[..., Path]
+Finish = Callable[..., Path]
 
 
 @pytest.fixture
-def finished(hub: Hub, tmp_path: Path, on_hub: dict[str, str]) -> Run:
+def finished(hub: Hub, tmp_path: Path, on_hub: dict[str, str]) -> Finish:
     """Return a function that writes what a run of two stages leaves behind, with a good or a bad verdict."""
 
     def write(compatible: bool = True, method: str = "xbt", **options: Any) -> Path:
@@ -244,7 +239,7 @@ def finished(hub: Hub, tmp_path: Path, on_hub: dict[str, str]) -> Run:
 
 
 @pytest.mark.parametrize(("compatible", "verdict"), [(True, "yes"), (False, "no")])
-def test_the_card_says_what_the_report_says(compatible: bool, verdict: str, finished: Run, hub: Hub, tmp_path: Path) -> None:
+def test_the_card_says_what_the_report_says(compatible: bool, verdict: str, finished: Finish, hub: Hub, tmp_path: Path) -> None:
     folder = finished(compatible)
     model = AutoModel.from_pretrained(folder / "pair" / "model")
     push(folder, "me/pair", license="mit")
@@ -320,7 +315,7 @@ def test_names_are_shown_without_the_folders_of_this_machine(name: str, expected
     assert anonymise_name(name) == expected
 
 
-def test_the_base_states_licence_and_privacy(finished: Run, hub: Hub, tmp_path: Path) -> None:
+def test_the_base_states_licence_and_privacy(finished: Finish, hub: Hub, tmp_path: Path) -> None:
     folder = finished()
     base = hub.repos["base/clip"]
     (tmp_path / "card").mkdir()
@@ -339,31 +334,16 @@ def test_the_base_states_licence_and_privacy(finished: Run, hub: Hub, tmp_path: 
     assert hub.repos["me/gated"].private, "stays as it is"
 
 
-def test_a_report_of_another_model_is_left_out(finished: Run, hub: Hub) -> None:
-    folder = finished()
-    report = json.loads((folder / "report.json").read_text())
-    report["new"]["fingerprint"] = "1" * 64
-    (folder / "report.json").write_text(json.dumps(report))
-    push(folder, "me/pair")
-    text = hub.files("me/pair")["README.md"].decode()
-    assert "No report was pushed with this model" in text and "Backward compatible" not in text
-
-
 @pytest.mark.parametrize(
     ("is_private", "wanted", "is_gated", "reason"),
     [
-        (
-            False,
-            True,
-            False,
-            "me/pair is public, but --private, or a base .* requires private; make the repository private .* --public",
-        ),
+        (False, True, False, "me/pair is public, but --private, or a base .* requires private; make .* private .* --public"),
         (False, None, True, "me/pair is public, but --private, or a base that is gated or private, requires private"),
         (True, False, False, "me/pair is private, but --public requires public; make the repository public .* --private"),
     ],
 )
 def test_a_repository_that_exists_is_as_private_as_asked_or_refused(
-    is_private: bool, wanted: bool | None, is_gated: bool, reason: str, finished: Run, hub: Hub
+    is_private: bool, wanted: bool | None, is_gated: bool, reason: str, finished: Finish, hub: Hub
 ) -> None:
     folder = finished()
     hub.repos["me/pair"] = Repository(is_private)
@@ -386,7 +366,7 @@ def test_a_map_over_embeddings_alone_has_a_card(hub: Hub, folder_of: dict[str, s
         assert "base_model" not in ModelCard(text).data.to_dict() and folder_of["clip"] not in text
 
 
-def test_forms_of_one_run_share_a_place(finished: Run, hub: Hub, images: list[Image.Image]) -> None:
+def test_forms_of_one_run_share_a_place(finished: Finish, hub: Hub, images: list[Image.Image]) -> None:
     folder = finished()
     whole = AutoModel.from_pretrained(folder / "pair" / "model")
     push(folder, "me/pair")
@@ -457,7 +437,7 @@ def load_file_of(hub: Hub, repo: str, folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "weights.safetensors")
 
 
-def test_another_model_is_not_replaced(finished: Run, hub: Hub, on_hub: dict[str, str]) -> None:
+def test_another_model_is_not_replaced(finished: Finish, hub: Hub, on_hub: dict[str, str]) -> None:
     folder = finished()
     build("ridge", on_hub).push_to_hub("me/ridge")
     hub.add("me/clip", folder / "phi" / "model")
@@ -488,7 +468,7 @@ def test_another_model_is_not_replaced(finished: Run, hub: Hub, on_hub: dict[str
     assert "merges.txt" not in hub.files("me/old")
 
 
-def test_what_lies_beside_a_model_stays_and_its_old_weights_go(finished: Run, hub: Hub) -> None:
+def test_what_lies_beside_a_model_stays_and_its_old_weights_go(finished: Finish, hub: Hub) -> None:
     folder = finished()
     push(folder, "me/pair")
     theirs = {"LICENSE", "experiments/other/model.safetensors", "galleries/first.safetensors"}
@@ -499,11 +479,16 @@ def test_what_lies_beside_a_model_stays_and_its_old_weights_go(finished: Run, hu
 
 
 def test_a_plain_encoder_is_pushed_as_it_is(hub: Hub, folder_of: dict[str, str], tmp_path: Path) -> None:
+    mine = {"optimizer.pt", ".env", "notes.txt", "checkpoint-5/model.safetensors", "LICENSE"}
     for architecture in ("clip", "open_clip"):
-        folder = tmp_path / architecture / "model"
-        shutil.copytree(folder_of[architecture], folder)
+        folder = Path(shutil.copytree(folder_of[architecture], tmp_path / architecture / "model"))
+        model = {path.name for path in folder.iterdir()}
+        (folder / "checkpoint-5").mkdir()
+        for name in mine:
+            (folder / name).write_text("mine")
         push(folder, f"me/{architecture}")
         push(folder, f"me/{architecture}")
+        assert model <= hub.files(f"me/{architecture}").keys() and mine & hub.files(f"me/{architecture}").keys() == {"LICENSE"}
         text = hub.files(f"me/{architecture}")["README.md"].decode()
         encoder, processor = load_encoder(f"{'hf-hub:' * (architecture == 'open_clip')}me/{architecture}")
         assert ModelCard(text).data.to_dict()["fingerprint"] == encoder.fingerprint(processor).digest
@@ -513,18 +498,6 @@ def test_a_plain_encoder_is_pushed_as_it_is(hub: Hub, folder_of: dict[str, str],
         push(other, "me/clip")
     with pytest.raises(XcompatError, match="is a plain encoder"):
         push(other, "me/clip", "adapters")
-
-
-def test_of_a_plain_encoders_folder_only_the_model_is_pushed(hub: Hub, folder_of: dict[str, str], tmp_path: Path) -> None:
-    folder = tmp_path / "model"
-    shutil.copytree(folder_of["clip"], folder)
-    model = {path.name for path in folder.iterdir()}
-    (folder / "checkpoint-5").mkdir()
-    for name in ("optimizer.pt", ".env", "notes.txt", "checkpoint-5/model.safetensors", "LICENSE"):
-        (folder / name).write_text("mine")
-    push(folder, "me/clip")
-    assert hub.files("me/clip").keys() - model == {"LICENSE", "README.md", ".gitattributes", "xcompat_checksums.json"}
-    assert model <= hub.files("me/clip").keys()
 
 
 @pytest.mark.parametrize(
@@ -554,14 +527,20 @@ def test_what_peft_reads_names_no_folder_of_this_machine(hub: Hub, folder_of: di
     assert not any(folder_of["clip"].encode() in content for content in pushed.values())
 
 
-def test_a_run_with_several_models_is_asked_which(finished: Run, hub: Hub, tmp_path: Path) -> None:
+def test_the_model_of_a_run_and_its_report_are_found(finished: Finish, hub: Hub, tmp_path: Path) -> None:
     folder = finished()
     assert find_model(folder) == folder / "pair" / "model" == find_model(folder / "pair")
+    report = json.loads((folder / "report.json").read_text())
     (folder / "report.json").unlink()
     with pytest.raises(XcompatError, match=r"contains several models \(pair, phi\); choose one"):
         push(folder, "me/pair")
     with pytest.raises(XcompatError, match="contains no model"):
         push(tmp_path / "nowhere", "me/pair")
+    report["new"]["fingerprint"] = "1" * 64  # of another model
+    (folder / "report.json").write_text(json.dumps(report))
+    push(folder, "me/pair")
+    text = hub.files("me/pair")["README.md"].decode()
+    assert "No report was pushed with this model" in text and "Backward compatible" not in text
 
 
 def write_config(folder: Path, old: dict[str, Any] | None = None, model_type: str = "xcompat-bct") -> str:
@@ -577,8 +556,6 @@ def named(name: str, *older: dict[str, Any], **more: Any) -> dict[str, Any]:
 
 
 def lines(name: str) -> list[str]:
-    """Return a lineage as indented names."""
-
     def walk(model: Ancestor, depth: int) -> Iterator[str]:
         yield "  " * depth + f"{model.name} ({model.kind})"
         for each in model.older:
@@ -602,9 +579,7 @@ def test_a_chain_is_followed_through_hub_and_folders(hub: Hub, on_hub: dict[str,
     assert lines(write_config(tmp_path / "v4", named(str(tmp_path))))[1] == f"  {tmp_path} (embeddings)"
 
 
-def test_links_that_are_missing_are_said_and_what_is_known_beyond_them_is_followed(
-    hub: Hub, on_hub: dict[str, str], tmp_path: Path
-) -> None:
+def test_links_that_are_missing_are_named_and_passed(hub: Hub, on_hub: dict[str, str], tmp_path: Path) -> None:
     first, gone = named("base/clip"), named("me/gone")
     hub.add("me/v3", write_config(tmp_path / "v3", named("me/gone", first)))
     assert lines("me/v3") == ["me/v3 (bct)", "  me/gone ()", "  base/clip (encoder)"]
@@ -620,7 +595,7 @@ def test_links_that_are_missing_are_said_and_what_is_known_beyond_them_is_follow
         trace_lineage("me/nowhere")
 
 
-def test_a_circle_is_said(hub: Hub, tmp_path: Path) -> None:
+def test_a_circle_is_named(hub: Hub, tmp_path: Path) -> None:
     hub.add("me/a", write_config(tmp_path / "a", named("me/b")))
     hub.add("me/b", write_config(tmp_path / "b", named("me/a")))
     assert lines("me/a") == ["me/a (bct)", "  me/b (bct)", "    me/a (bct)"]
