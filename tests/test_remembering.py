@@ -14,10 +14,12 @@ import datasets
 import numpy as np
 import pytest
 import torch
+from conftest import store
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 from schedule import mostly_nightly
+from store_places import unit_vectors as unit
 from transformers import AutoModel
 
 from xcompat import Fingerprint, XcompatError
@@ -27,8 +29,6 @@ from xcompat.data.pairs import rows_of_ids
 from xcompat.embeddings.cache import CacheInfo, EmbeddingCache
 from xcompat.embeddings.cache_writer import fill_cache
 from xcompat.evaluation import ranking_per_query
-from xcompat.export import to_onnx
-from xcompat.export.query_transform import linear_steps
 from xcompat.hub.card import model_card
 from xcompat.mapping import CaptionedEmbeddings, choose
 from xcompat.mapping.candidates import LINES, Candidate, CandidateParts
@@ -90,10 +90,8 @@ def test_pairs_are_remembered_across_modalities(raw: dict[str, Any], tmp_path: P
 
 def test_nothing_falls_back_where_nobody_says_how_sure_he_is(raw: dict[str, Any], tmp_path: Path) -> None:
     evaluation = {**raw["evaluation"], "fallback": 0.5}
-    with pytest.raises(
-        XcompatError,
-        match="evaluation.fallback needs the confidence of new queries, .*; set memory, or evaluation.fallback to null",
-    ):
+    said = "evaluation.fallback needs the confidence of new queries, .*; set memory, or evaluation.fallback to null"
+    with pytest.raises(XcompatError, match=said):
         run_recipe(recipe_of(raw, memory=None, evaluation=evaluation))
     assert not (tmp_path / "run").exists(), "nothing is trained for nothing"
     with pytest.raises(XcompatError, match="have no confidence .see choice.json.; set evaluation.fallback to null"):
@@ -305,12 +303,7 @@ def normalised(rows: np.ndarray) -> np.ndarray:
     return (rows / np.linalg.norm(rows, axis=-1, keepdims=True)).astype(np.float32)
 
 
-def unit(rows: int, dim: int, seed: int) -> np.ndarray:
-    return normalised(np.random.default_rng(seed).standard_normal((rows, dim)))
-
-
 def pairs(noise: float = 0.4) -> PairedEmbeddings:
-    """Two models that see the same classes, the new one more clearly."""
     draw = np.random.default_rng(0)
     labels = np.repeat(np.arange(CLASSES), EACH)
     meant, shared = draw.standard_normal((CLASSES, NEW))[labels], 0.3 * draw.standard_normal((CLASSES * EACH, NEW))
@@ -403,19 +396,9 @@ def test_the_card_says_what_is_mapped_remembers() -> None:
     assert "Queries wear" not in card
 
 
-def test_no_graph_of_queries_is_made_of_what_maps_galleries(tmp_path: Path) -> None:
-    with pytest.raises(XcompatError, match="does not map queries into an old space; export the model with space='own'"):
-        to_onnx(mapping("procrustes").remember(memory("SQ8")), tmp_path / "out")
-    with pytest.raises(XcompatError, match="maps galleries, not queries; upgrade the gallery instead"):
-        linear_steps(mapping("procrustes").remember(memory()))
-
-
 def old_gallery(folder: Path) -> Gallery:
-    gallery = Gallery.create(folder, OLD_MODEL, dim=OLD)
-    given = pairs()
-    gallery.add(given.old_Nd, [f"stored {row}" for row in range(len(given))])
-    gallery.commit()
-    return gallery
+    names = [f"stored {row}" for row in range(CLASSES * EACH)]
+    return store(Gallery.create(folder, OLD_MODEL, dim=OLD), pairs().old_Nd, names)
 
 
 def test_a_gallery_is_upgraded_with_what_is_remembered(tmp_path: Path) -> None:
@@ -427,8 +410,7 @@ def test_a_gallery_is_upgraded_with_what_is_remembered(tmp_path: Path) -> None:
     with torch.no_grad():
         expected = model.upgrade(torch.from_numpy(given.old_Nd)).numpy()
     np.testing.assert_allclose(gallery.segments[0].vectors(np.arange(len(given))), expected, atol=1e-6)
-    gallery.add(given.new_ND[:3], [f"new {row}" for row in range(3)], version=model)  # as it is, whatever is remembered
-    gallery.commit()
+    store(gallery, given.new_ND[:3], [f"new {row}" for row in range(3)], version=model)  # as it is, whatever is remembered
     queries = unit(6, NEW, 4)
     both = np.concatenate([expected, given.new_ND[:3]])
     names = [f"stored {row}" for row in range(len(given))] + [f"new {row}" for row in range(3)]
