@@ -12,6 +12,7 @@ import pytest
 import torch
 from conftest import TEXTS
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from schedule import METHOD_OF_EACH_KIND, mostly_nightly, mostly_nightly_rows
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModel
@@ -31,9 +32,7 @@ OLDER = Fingerprint.from_string("older")
 ADAPTERS = {"lora": {"rank": 2, "alpha": 2, "dropout": 0.0}, "prompts": 2}
 CLASSES = ["cat", "dog", "shoe"]
 LABELS = torch.tensor([0, 2, 2, 0])  # no image of the second class
-CLASSIFIED = [
-    name for name, model in METHODS.items() if issubclass(model, ClassifiedModel) and model is not xcompat.IndependentModel
-]
+CLASSIFIED = [name for name, model in METHODS.items() if issubclass(model, ClassifiedModel) and name != "independent"]
 CLASSIFIED_OPTIONS: dict[str, dict[str, Any]] = {"bt2": {"extra_dim": 4, "dim": 16}, "oca": {"extra_dim": 4}}
 LEARNING_OPTIONS: dict[str, dict[str, Any]] = {
     "fastfill": {"mixer_width": 32},  # else the exponent of its variance overshoots at this rate
@@ -185,7 +184,7 @@ def test_in_half_precision_all_of_it_computes_and_embeddings_are_float32(
     assert half.fingerprint() != model.fingerprint(), "what has been trained is another model"
 
 
-def test_identity_in_half_precision(folder_of: dict[str, str], tmp_path: Path) -> None:
+def test_identity_in_half_precision(folder_of: dict[str, str], images: list[Image.Image], tmp_path: Path) -> None:
     model = build("oca", folder_of)
     model.save_pretrained(tmp_path)
     halves = [AutoModel.from_pretrained(tmp_path, **{name: torch.bfloat16}) for name in ("dtype", "torch_dtype")]
@@ -199,25 +198,12 @@ def test_identity_in_half_precision(folder_of: dict[str, str], tmp_path: Path) -
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(XcompatError, match=f"half-precision model, because its source {tmp_path} is unavailable"):
         moved.fingerprint()
-
-
-def test_an_encoder_that_was_given_keeps_its_precision(folder_of: dict[str, str], images: list[Image.Image]) -> None:
     encoder, processor = load_encoder(folder_of["clip"])
     model = METHODS["ridge"].from_encoder((encoder, processor), old=describe_old(OLD, dim=8)).to(torch.bfloat16)
     before = encoder.fingerprint(processor)
     model.embed_images(processor.images(images))
     assert model._get_encoder().dtype == torch.bfloat16
     assert encoder.fingerprint(processor) == before
-
-
-def test_an_independent_model_is_exported_as_its_encoder(
-    folder_of: dict[str, str], images: list[Image.Image], tmp_path: Path
-) -> None:
-    model = build("independent", folder_of)
-    model.export(tmp_path)
-    encoder, processor = load_encoder(str(tmp_path))
-    with torch.no_grad():
-        assert torch.equal(encoder.embed_images(processor.images(images)), embeddings(model, images)[0])
 
 
 @pytest.mark.parametrize("method", mostly_nightly(METHODS, (*METHOD_OF_EACH_KIND, "independent").__contains__))
@@ -269,19 +255,14 @@ def test_steps_lower_the_loss_and_move_trained_parts(method: str, folder_of: dic
 
 
 @pytest.mark.parametrize("method", mostly_nightly(TRAINED, METHOD_OF_EACH_KIND.__contains__))
-def test_a_missing_column_is_named(method: str, folder_of: dict[str, str], images: list[Image.Image]) -> None:
-    model = build(method, folder_of)
-    for column in model.columns:
-        batch = batch_for(model, images)
-        del batch[column]
-        with pytest.raises(XcompatError, match=f"needs the column {column} "):
-            model(**batch, return_loss=True)
-
-
-@pytest.mark.parametrize("method", mostly_nightly(TRAINED, METHOD_OF_EACH_KIND.__contains__))
-def test_embedding_alone_computes_no_loss(method: str, folder_of: dict[str, str], images: list[Image.Image]) -> None:
+def test_embedding_computes_no_loss_and_a_loss_needs_its_columns(
+    method: str, folder_of: dict[str, str], images: list[Image.Image]
+) -> None:
     model = build(method, folder_of)
     batch = batch_for(model, images)
+    for column in model.columns:
+        with pytest.raises(XcompatError, match=f"needs the column {column} "):
+            model(**{name: value for name, value in batch.items() if name != column}, return_loss=True)
     whole = model.eval()(**batch)
     assert whole.loss is not None
     compared = [name for name in model.columns if name not in model.embedded]
@@ -293,11 +274,6 @@ def test_embedding_alone_computes_no_loss(method: str, folder_of: dict[str, str]
     if len(compared) > 1:
         with pytest.raises(XcompatError, match=f"needs the column {compared[0]} "):
             model(**alone, **{compared[1]: batch[compared[1]]}, **{name: batch[name] for name in compared[2:]})
-
-
-def test_columns_that_no_method_reads_are_refused(folder_of: dict[str, str]) -> None:
-    with pytest.raises(TypeError, match="XbtModel has no column lables"):
-        build("xbt", folder_of)(lables=LABELS)
 
 
 @pytest.mark.parametrize("method", ["xbt", "direct"])
@@ -390,7 +366,7 @@ def naive_ridge(new: torch.Tensor, old: torch.Tensor, strength: float) -> tuple[
     return weight, old.mean(0) - new.mean(0) @ weight
 
 
-def test_ridge_is_least_squares_on_augmented_data(folder_of: dict[str, str]) -> None:
+def test_ridge_is_least_squares_and_needs_pairs_that_differ(folder_of: dict[str, str]) -> None:
     generator = torch.Generator().manual_seed(0)
     new = torch.randn(50, 16, generator=generator, dtype=torch.float64)
     old = new[:, :8] * 2 + torch.randn(50, 8, generator=generator, dtype=torch.float64)
@@ -400,9 +376,6 @@ def test_ridge_is_least_squares_on_augmented_data(folder_of: dict[str, str]) -> 
     weight, bias = naive_ridge(new, old, float(0.1 * variance))
     torch.testing.assert_close(model.weight.double(), weight, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(model.bias.double(), bias, atol=1e-5, rtol=1e-5)
-
-
-def test_a_closed_form_needs_pairs_that_differ(folder_of: dict[str, str]) -> None:
     for method in ("ridge", "procrustes"):
         with pytest.raises(XcompatError, match="there are none"):
             build(method, folder_of).fit([])
@@ -410,22 +383,19 @@ def test_a_closed_form_needs_pairs_that_differ(folder_of: dict[str, str]) -> Non
         build("ridge", folder_of).fit([(torch.ones(9, 16), torch.randn(9, 8))])
 
 
-def test_unknown_options_and_values_name_the_nearest() -> None:
+def test_unknown_options_and_columns_and_no_old_model_are_refused(folder_of: dict[str, str]) -> None:
     with pytest.raises(XcompatError, match="no option 'noise_sd'; did you mean 'noise_std'"):
         xcompat.ProjectionConfig(noise_sd=0.1)
     with pytest.raises(XcompatError, match="QueryMapConfig has no shape 'resdual'; did you mean 'residual'"):
         xcompat.QueryMapConfig(shape="resdual")
-
-
-@pytest.mark.parametrize("method", [name for name, model in METHODS.items() if model.compares_with_old])
-def test_a_method_for_an_old_model_is_not_made_without_one(method: str, folder_of: dict[str, str]) -> None:
-    with pytest.raises(XcompatError, match=r"Model needs an old model; pass old=load_embedder\(NAME\)"):
-        METHODS[method].from_encoder(folder_of["clip"])
+    with pytest.raises(TypeError, match="XbtModel has no column lables"):
+        build("xbt", folder_of)(lables=LABELS)
+    for model in (model for model in METHODS.values() if model.compares_with_old):
+        with pytest.raises(XcompatError, match=r"Model needs an old model; pass old=load_embedder\(NAME\)"):
+            model.from_encoder(folder_of["clip"])
 
 
 def test_a_checkpoint_that_lost_weights_is_refused(folder_of: dict[str, str], tmp_path: Path) -> None:
-    from safetensors.torch import load_file, save_file
-
     build("projection", folder_of).save_pretrained(tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
     weights.pop("projection.0.weight")
@@ -474,10 +444,6 @@ def test_fingerprints_are_cached_until_changes(change: str, folder_of: dict[str,
 def test_methods_are_registered_with_transformers() -> None:
     for name, model in METHODS.items():
         assert AutoConfig.for_model(f"xcompat-{name}", embedding_dim=4).__class__ is model.config_class
-        assert (
-            model.__name__ in dir(xcompat)
-            and getattr(xcompat, model.__name__) is model
-            and len(model.citation) > 20
-            and model.__doc__
-        )
+        assert {model.__name__, model.config_class.__name__} <= set(dir(xcompat))
+        assert getattr(xcompat, model.__name__) is model and len(model.citation) > 20 and model.__doc__
     assert not hasattr(xcompat, "NoSuchModel")
