@@ -33,8 +33,6 @@ class Run(NamedTuple):
 
 @pytest.fixture(scope="module")
 def run_of(folder_of: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Run]:
-    """Return a function that makes a run of a method, once."""
-
     @cache
     def make(method: str) -> Run:
         model = build(method, folder_of)
@@ -127,13 +125,19 @@ def test_a_map_of_a_compatible_model_takes_its_preprocessing(run_of: Callable[[s
         AutoProcessor.from_pretrained(tmp_path / "alone")
 
 
-def test_other_models_load_as_they_always_did(folder_of: dict[str, str], tmp_path: Path) -> None:
+def test_other_models_are_left_alone(
+    folder_of: dict[str, str], image_folder_of: dict[str, str], images: list[Image.Image], tmp_path: Path
+) -> None:
     assert type(AutoProcessor.from_pretrained(folder_of["clip"])) is transformers.CLIPProcessor
     assert type(AutoImageProcessor.from_pretrained(folder_of["clip"])) is transformers.CLIPImageProcessor
     shutil.copytree(folder_of["clip"], tmp_path / "clip" / "model")
     shutil.copy(Path(folder_of["clip"]) / "config.json", tmp_path / "clip")
     with pytest.raises(OSError, match="preprocessor_config.json"):
         AutoImageProcessor.from_pretrained(tmp_path / "clip")
+    extract = pipeline("image-feature-extraction", model=image_folder_of["vit"])
+    with torch.no_grad():
+        expected = extract.model(**extract.image_processor(images[0], return_tensors="pt")).last_hidden_state
+    torch.testing.assert_close(torch.tensor(extract(images[0])), expected)
 
 
 def test_a_processor_is_called_as_those_of_transformers(run: Run, images: list[Image.Image]) -> None:
@@ -185,13 +189,6 @@ def test_the_pipeline_of_features_gives_the_models_own_embedding(run: Run, image
     torch.testing.assert_close(torch.cat(list(made)), own)
 
 
-def test_the_pipeline_of_features_leaves_other_models_alone(image_folder_of: dict[str, str], images: list[Image.Image]) -> None:
-    extract = pipeline("image-feature-extraction", model=image_folder_of["vit"])
-    with torch.no_grad():
-        expected = extract.model(**extract.image_processor(images[0], return_tensors="pt")).last_hidden_state
-    torch.testing.assert_close(torch.tensor(extract(images[0])), expected)
-
-
 @pytest.mark.parametrize(
     ("embeds", "message"),
     [
@@ -213,8 +210,3 @@ def test_what_is_no_embedding_is_refused_in_one_line(embeds: Any, message: str, 
     if model.compatible_with and model.maps_galleries:
         with pytest.raises(XcompatError, match=r"takes embeddings (as a torch tensor|of the old model) \(B, \d+\), not"):
             model.upgrade(embeds if not isinstance(embeds, torch.Tensor) or embeds.ndim == 1 else embeds[:, :3])
-
-
-def test_the_package_shows_its_models(run: Run) -> None:
-    shown = set(dir(xcompat))
-    assert {type(run.model).__name__, type(run.model.config).__name__} <= shown
