@@ -68,9 +68,6 @@ def test_position_and_size_tell_characters_apart(glyphs: Glyphs) -> None:
     first, fourth = (np.flatnonzero(image_HW.any(axis=0)) for image_HW in braille)
     assert first.max() < fourth.min()
     assert not np.array_equal(*(glyphs.select([ord("g")], [face]).images_NHW for face in REGULAR_FACES[::2]))
-
-
-def test_oversized_ink_is_shrunk_not_cut(glyphs: Glyphs) -> None:
     ellipsis_HW = glyphs.select([0x22EF], ["DejaVuSans"]).images_NHW[0]  # midline horizontal ellipsis
     columns = np.flatnonzero(ellipsis_HW.any(axis=0))
     assert np.count_nonzero(np.diff(columns) > 1) == 2  # three dots
@@ -90,13 +87,7 @@ def test_split_is_by_character(glyphs: Glyphs, seed: int, n_test: int) -> None:
     assert np.array_equal(test, split_characters(glyphs, n_test, seed)[1])
 
 
-@pytest.mark.parametrize("n_test", [0, -1, 10**6])
-def test_split_refuses_impossible_sizes(glyphs: Glyphs, n_test: int) -> None:
-    with pytest.raises(XcompatError, match=f"n_test={n_test} "):
-        split_characters(glyphs, n_test)
-
-
-def test_select_matches_a_loop_and_refuses_unknown_faces(glyphs: Glyphs) -> None:
+def test_chosen_glyphs_are_those_of_a_loop_also_as_a_dataset(glyphs: Glyphs) -> None:
     codes, faces = [ord(character) for character in "aΩя→"], ["DejaVuSans-Bold", "STIXGeneral"]
     selected = glyphs.select(codes, faces)
     expected = [
@@ -106,26 +97,6 @@ def test_select_matches_a_loop_and_refuses_unknown_faces(glyphs: Glyphs) -> None
     ]
     assert list(zip(selected.character_N.tolist(), selected.face_N.tolist(), strict=True)) == expected
     assert set(selected.names) == set(codes)
-    with pytest.raises(XcompatError, match="Comic"):
-        glyphs.select(codes, ["Comic"])
-
-
-def test_corpus_is_large_distinct_and_excludes(glyphs: Glyphs) -> None:
-    _, test = split_characters(glyphs)
-    held_out = {glyphs.names[code] for code in test.tolist()}
-    corpus = unicode_corpus(exclude=(name.upper() for name in held_out))
-    assert len(corpus) == len(set(corpus))
-    assert not held_out & set(corpus)
-    assert set(glyphs.names.values()) - held_out <= set(corpus)
-    assert len(set(corpus) - set(glyphs.names.values())) > 20_000
-
-
-def test_corpus_has_no_running_numbers() -> None:
-    numbered = (0x4E00, 0xF900, 0xAC00, 0x18800, 0x1B170, 0x18B00, 0x13000, 0x14400, 0x10600, 0xE0100)
-    assert not {unicodedata.name(chr(code)).lower() for code in numbered} & set(unicode_corpus())
-
-
-def test_dataset_holds_the_pixels_and_shares_ids(glyphs: Glyphs) -> None:
     selected = glyphs.select([0x3B1, 0x1D6C2, ord("A")])
     dataset = to_dataset(selected)
     assert dataset.column_names == ["image", "caption", "id", "face"]
@@ -137,11 +108,31 @@ def test_dataset_holds_the_pixels_and_shares_ids(glyphs: Glyphs) -> None:
         assert (row["id"], row["caption"], row["face"]) == (f"U+{code:04X}", selected.names[code], selected.faces[face])
 
 
-@pytest.fixture(scope="module")
-def glyph_classes(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("glyphs") / "classes"
-    write_glyph_classes(folder, n_classes=120)
-    return folder
+def test_impossible_faces_sizes_and_vocabularies_are_refused(glyphs: Glyphs) -> None:
+    with pytest.raises(XcompatError, match="Comic"):
+        glyphs.select([ord("a")], ["Comic"])
+    for n_test in (0, -1, 10**6):
+        with pytest.raises(XcompatError, match=f"n_test={n_test} "):
+            split_characters(glyphs, n_test)
+    for n_classes in (1, 10_000):
+        with pytest.raises(XcompatError, match=f"n_classes={n_classes} must be 2 to"):
+            choose_characters(glyphs, n_classes)
+    with pytest.raises(XcompatError, match="no text"):
+        train_tokenizer([])
+    with pytest.raises(XcompatError, match="vocab_size=100 "):
+        train_tokenizer(["a"], vocab_size=100)
+
+
+def test_corpus_is_large_distinct_and_excludes(glyphs: Glyphs) -> None:
+    _, test = split_characters(glyphs)
+    held_out = {glyphs.names[code] for code in test.tolist()}
+    corpus = unicode_corpus(exclude=(name.upper() for name in held_out))
+    assert len(corpus) == len(set(corpus))
+    assert not held_out & set(corpus)
+    assert set(glyphs.names.values()) - held_out <= set(corpus)
+    assert len(set(corpus) - set(glyphs.names.values())) > 20_000
+    numbered = (0x4E00, 0xF900, 0xAC00, 0x18800, 0x1B170, 0x18B00, 0x13000, 0x14400, 0x10600, 0xE0100)
+    assert not {unicodedata.name(chr(code)).lower() for code in numbered} & set(corpus)
 
 
 def test_chosen_characters_can_be_told_apart(glyphs: Glyphs) -> None:
@@ -156,13 +147,12 @@ def test_chosen_characters_can_be_told_apart(glyphs: Glyphs) -> None:
     assert (faces == 16).sum() > 500
     assert {ord("A"), 0x391, 0x410} & set(chosen) == {ord("A")}
     assert set(choose_characters(glyphs, 100)) < set(chosen)
-    for n_classes in (1, 10_000):
-        with pytest.raises(XcompatError, match=f"n_classes={n_classes} must be 2 to"):
-            choose_characters(glyphs, n_classes)
 
 
-def test_glyph_classes_are_labelled_images(glyphs: Glyphs, glyph_classes: Path) -> None:
-    parts = {name: load_labelled(str(glyph_classes / name)) for name in ("train", "fit", "validation", "query", "gallery")}
+def test_glyph_classes_are_labelled_images(glyphs: Glyphs, tmp_path: Path) -> None:
+    write_glyph_classes(tmp_path / "classes", n_classes=120)
+    sides = ("train", "fit", "validation", "query", "gallery")
+    parts = {name: load_labelled(str(tmp_path / "classes" / name)) for name in sides}
     codes = choose_characters(glyphs, 120)
     assert all(part.classes == [glyphs.names[code] for code in codes] == part.present_classes() for part in parts.values())
     ids = {name: set(part.dataset["id"]) for name, part in parts.items()}
@@ -202,10 +192,3 @@ def test_tokenizer_is_the_same_in_every_process_and_order() -> None:
     )
     other = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True).stdout
     assert other.strip() == train_tokenizer(unicode_corpus(), 700).backend_tokenizer.to_str().strip()
-
-
-def test_tokenizer_refuses_nothing_and_too_little() -> None:
-    with pytest.raises(XcompatError, match="no text"):
-        train_tokenizer([])
-    with pytest.raises(XcompatError, match="vocab_size=100 "):
-        train_tokenizer(["a"], vocab_size=100)

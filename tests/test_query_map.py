@@ -60,15 +60,12 @@ def naive_loss(mapped: torch.Tensor, own: torch.Tensor, bank: torch.Tensor, scal
 
 
 @pytest.mark.parametrize("labelled", [True, False])
-def test_bank_contrast_is_the_double_loop(labelled: bool) -> None:
+def test_bank_contrast_is_the_double_loop_without_unread_rows(labelled: bool) -> None:
     mapped, bank = unit(6, 4, 3).double(), unit(6, 4, 1).double()
     rows = torch.arange(6)
     labels = LABELS if labelled else None
     loss = bank_contrast_loss(mapped, bank, bank, 7.0, labels, labels, rows, rows)
     assert float(loss) == pytest.approx(naive_loss(mapped, bank, bank, 7.0, LABELS.tolist() if labelled else None), rel=1e-5)
-
-
-def test_a_row_that_could_not_be_read_is_neither_positive_nor_negative() -> None:
     mapped, bank = unit(2, 4, 3), unit(6, 4, 1)
     kept = torch.tensor([0, 1, 3, 4, 5])
     broken = bank.clone()
@@ -88,7 +85,7 @@ def test_it_starts_at_centred_procrustes(shape: str) -> None:
     torch.testing.assert_close(make(shape=shape)(**BATCH).loss, model(**BATCH).loss, atol=1e-6, rtol=1e-6)  # not yet moved
 
 
-def test_a_bank_is_drawn_only_when_it_is_too_large() -> None:
+def test_a_bank_is_drawn_if_too_large_and_prototypes_need_labels() -> None:
     exact = make(bank_size=6)(**BATCH).loss
     assert torch.equal(exact, make(bank_size=100)(**BATCH).loss)
     model = make(bank_size=3)
@@ -96,9 +93,6 @@ def test_a_bank_is_drawn_only_when_it_is_too_large() -> None:
     first = model(**BATCH).loss
     torch.manual_seed(0)
     assert torch.equal(model(**BATCH).loss, first) and not torch.equal(first, exact)
-
-
-def test_prototypes_need_labels_and_the_bank_needs_embeddings() -> None:
     batch = {name: column for name, column in BATCH.items() if name != "labels"}
     assert make()(**batch).loss.isfinite()
     with pytest.raises(XcompatError, match="loss prototypes needs classes"):
@@ -201,7 +195,9 @@ def test_a_map_of_penultimate_features_keeps_the_new_model_as_it_is(
     assert other.fingerprint != plain.fingerprint and other.name == plain.name and (plain.dim, other.dim) == (16, 32)
 
 
-def test_penultimate_features_start_at_procrustes_between_directions(folder_of: dict[str, str], features: torch.Tensor) -> None:
+def test_maps_of_penultimate_features_start_at_procrustes(
+    folder_of: dict[str, str], old_folder: str, features: torch.Tensor
+) -> None:
     model = on_penultimate(folder_of["clip"], features)
     directions = features / features.square().sum(dim=1, keepdim=True).sqrt()
     weight, bias = solve_procrustes(Moments.compute([(directions, unit(4, 4, 1))]), centre=True)
@@ -212,16 +208,12 @@ def test_penultimate_features_start_at_procrustes_between_directions(folder_of: 
         start, batch["old_embeds"], batch["old_embeds"], 15.0, LABELS[:4], LABELS[:4], *[torch.arange(4)] * 2
     )
     torch.testing.assert_close(model(**batch).loss, loss, atol=1e-5, rtol=1e-5)  # the pull is 0 where it starts
-
-
-def test_maps_of_penultimate_features_need_them(folder_of: dict[str, str], old_folder: str, features: torch.Tensor) -> None:
     with pytest.raises(XcompatError, match="siglip has no penultimate features"):
         QueryMapModel.from_encoder(folder_of["siglip"], old=OLD, input="penultimate")
     with pytest.raises(XcompatError, match="input penultimate needs the last layer of the new model"):
         make(input="penultimate")
     with pytest.raises(XcompatError, match="QueryMapConfig has no input 'penultima'; did you mean 'penultimate'"):
         make(input="penultima")
-    model = on_penultimate(folder_of["clip"], features)
     model._outside_encoder = []
     model.config.encoder["name"] = old_folder
     with pytest.raises(FingerprintMismatchError, match="cannot be compared"):
@@ -285,7 +277,6 @@ UNMATCHED = "the two spaces do not match: maps from two halves of the data agree
 
 
 def cloud(seed: int, around: float = 0.3) -> torch.Tensor:
-    """Return unit vectors in ten clusters of unequal sizes."""
     draws = np.random.default_rng(seed)
     centres, shares = draws.normal(size=(10, DIM)), draws.dirichlet(np.full(10, 2))
     rows = centres[draws.choice(10, ROWS, p=shares)] + 0.25 * draws.normal(size=(ROWS, DIM)) + around
@@ -318,15 +309,7 @@ def test_a_rotation_is_found_whatever_the_order_of_rows(direction: str) -> None:
     torch.testing.assert_close(found.weight.T @ found.weight / scale**2, torch.eye(DIM), atol=1e-5, rtol=0)
 
 
-def test_spaces_that_do_not_match_are_refused() -> None:
-    """Another cloud, and the same one whose dimensions were shuffled one by one."""
-    dimensions = torch.stack([shuffled(column, seed) for seed, column in enumerate(rotated().T)], dim=1)
-    for other in (cloud(7), dimensions):
-        with pytest.raises(XcompatError, match=UNMATCHED):
-            unpaired().fit([(cloud(0), other)])
-
-
-def test_unpaired_sides_may_differ_in_rows_and_dimensions() -> None:
+def test_unpaired_sides_may_differ_but_must_match() -> None:
     found = unpaired(5, clusters=6, runs=1, rounds=1, sample=40, least_agreement=-1.0)
     found.fit([(cloud(0), rotated()[:50, :5])])
     assert found.to_space(cloud(0)).shape == (ROWS, 5) and found.weight.isfinite().all()
@@ -334,3 +317,8 @@ def test_unpaired_sides_may_differ_in_rows_and_dimensions() -> None:
         unpaired().fit([(cloud(0)[:3], rotated()[:3].repeat(2, 1))])
     with pytest.raises(XcompatError, match="options.rounds is 0; give a number from 1"):
         unpaired(rounds=0)
+    """Another cloud, and the same one whose dimensions were shuffled one by one."""
+    dimensions = torch.stack([shuffled(column, seed) for seed, column in enumerate(rotated().T)], dim=1)
+    for other in (cloud(7), dimensions):
+        with pytest.raises(XcompatError, match=UNMATCHED):
+            unpaired().fit([(cloud(0), other)])

@@ -120,6 +120,9 @@ def test_every_field_is_honoured_or_refused() -> None:
     sorted_out = [NAMED_BY_THE_RECIPE, set(CHANGES_WEIGHTS), set(TOLD_TO_THE_TRAINER), set(REFUSED)]
     assert set.union(*sorted_out) == {field.name for field in fields(TrainingArguments)}
     assert sum(map(len, sorted_out)) == len(set.union(*sorted_out)), "none stands twice"
+    for name, value in {"lr_scheduler_type": "greedy", "save_strategy": "best"}.items():
+        with pytest.raises(ValidationError, match=f"training.{name}: {value} needs a metric of the Trainer"):
+            stage(**{name: value})
 
 
 @pytest.mark.parametrize("name", CHANGES_WEIGHTS)
@@ -161,12 +164,6 @@ def test_a_field_that_would_change_nothing_is_refused(name: str) -> None:
             stage(**{name: value})
     if field.default is not MISSING:
         stage(**{name: default})
-
-
-@pytest.mark.parametrize(("name", "value"), [("lr_scheduler_type", "greedy"), ("save_strategy", "best")])
-def test_what_follows_a_metric_is_refused(name: str, value: str) -> None:
-    with pytest.raises(ValidationError, match=f"training.{name}: {value} needs a metric of the Trainer"):
-        stage(**{name: value})
 
 
 class Wrapped(nn.Module):
@@ -220,12 +217,17 @@ def test_every_kind_of_parameter_has_its_rate_and_decay(wrappers: list[str], kin
     assert {(group["lr"], group["weight_decay"]) for group in optimiser.param_groups} == {(0.01, 0.1), (1.0, 0.1), (100.0, 0.1)}
 
 
-def test_momentum_is_that_of_the_papers_unless_it_is_given() -> None:
+def test_momentum_is_the_papers_and_lars_needs_whole_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {in_transformers(name) for name in OPTIMISERS} <= {name.value for name in OptimizerNames}
     assert with_momentum("sgd", None) == with_momentum("lars", None) == "momentum=0.9"
     assert with_momentum("sgd", "nesterov=true") == "momentum=0.9,nesterov=true"
     assert with_momentum("sgd", "momentum=0") == "momentum=0"
     assert with_momentum("rmsprop", "alpha=0.5") == "alpha=0.5" and with_momentum("adamw_torch", None) is None
+    for variable in ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"):
+        monkeypatch.setenv(variable, "true")
+        with pytest.raises(ValueError, match="lars needs the norm of each layer's weights"):
+            class_of("lars", torch.optim.SGD)
+        monkeypatch.delenv(variable)
 
 
 @pytest.mark.parametrize(
@@ -276,13 +278,6 @@ def test_lars_is_that_of_simclr(tmp_path: Path) -> None:
         step.step()
     for name, parameter in kept.items():
         assert torch.allclose(parameter, weights[name], atol=1e-6), name
-
-
-@pytest.mark.parametrize("variable", ["ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"])
-def test_lars_needs_whole_layers(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(variable, "true")
-    with pytest.raises(ValueError, match="lars needs the norm of each layer's weights"):
-        class_of("lars", torch.optim.SGD)
 
 
 class HalfPrecision:
