@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from test_loading import png
 from test_models import build
 from transformers import AutoModel, Trainer, TrainingArguments
 
@@ -51,7 +51,6 @@ def sprung(tmp_path: Path) -> Iterator[Path]:
 
 
 def code_beside(folder: Path, sprung: Path) -> None:
-    """Put a module into a folder that leaves a file behind when it is imported."""
     classes = "".join(f"class {name}:\n    pass\n" for name in ("Config", "Model", "Tokenizer", "Processor"))
     (folder / "code.py").write_text(f"from pathlib import Path\nPath({str(sprung)!r}).write_text({TRAP!r})\n{classes}")
 
@@ -69,7 +68,7 @@ def test_the_trap_works(tmp_path: Path) -> None:
     ("architecture", "weights"),
     [("clip", "pytorch_model.bin"), ("vit", "pytorch_model.bin"), ("open_clip", "open_clip_pytorch_model.bin")],
 )
-def test_pickled_weights_of_an_encoder(
+def test_pickled_weights_of_an_encoder_and_a_checkpoint(
     architecture: str, weights: str, folder_of: dict[str, str], image_folder_of: dict[str, str], tmp_path: Path, sprung: Path
 ) -> None:
     folder = Path(shutil.copytree((folder_of | image_folder_of)[architecture], tmp_path / "model"))
@@ -78,15 +77,11 @@ def test_pickled_weights_of_an_encoder(
     torch.save({"weight": Trap(sprung)}, folder / weights)
     with pytest.raises(XcompatError, match="safetensors"):
         load_encoder(str(folder))
-
-
-def test_pickled_weights_of_a_checkpoint(folder_of: dict[str, str], tmp_path: Path, sprung: Path) -> None:
-    folder = tmp_path / "model"
-    build("ridge", folder_of).export(folder)
-    (folder / "model.safetensors").unlink()
-    torch.save({"weight": Trap(sprung)}, folder / "pytorch_model.bin")
+    build("ridge", folder_of).export(tmp_path / "checkpoint")
+    (tmp_path / "checkpoint" / "model.safetensors").unlink()
+    torch.save({"weight": Trap(sprung)}, tmp_path / "checkpoint" / "pytorch_model.bin")
     with pytest.raises(XcompatError, match="safetensors"):
-        AutoModel.from_pretrained(folder)
+        AutoModel.from_pretrained(tmp_path / "checkpoint")
 
 
 def test_pickled_arrays(tmp_path: Path, sprung: Path) -> None:
@@ -142,7 +137,9 @@ def test_code_beside_weights(file: str, changes: dict[str, Any], folder_of: dict
             load_embedder(str(folder))
 
 
-def test_code_beside_an_open_clip_model(folder_of: dict[str, str], tmp_path: Path, sprung: Path) -> None:
+def test_code_and_weights_that_configurations_name(
+    folder_of: dict[str, str], image_folder_of: dict[str, str], tmp_path: Path, sprung: Path
+) -> None:
     """Its configuration gives the tokenizer's arguments, and trust is none of them."""
     folder = Path(shutil.copytree(folder_of["open_clip"], tmp_path / "model"))
     code_beside(folder, sprung)
@@ -152,10 +149,7 @@ def test_code_beside_an_open_clip_model(folder_of: dict[str, str], tmp_path: Pat
     edit(folder / "open_clip_config.json", **config)
     with pytest.raises(XcompatError):
         load_encoder(str(folder))
-
-
-def test_weights_that_a_configuration_of_timm_names(image_folder_of: dict[str, str], tmp_path: Path, sprung: Path) -> None:
-    folder = Path(shutil.copytree(image_folder_of["timm_wrapper"], tmp_path / "model"))
+    folder = Path(shutil.copytree(image_folder_of["timm_wrapper"], tmp_path / "timm"))
     torch.save({"weight": Trap(sprung)}, tmp_path / "weights.pth")
     arguments = json.loads((folder / "config.json").read_text()).get("model_args") or {}
     edit(folder / "config.json", model_args=arguments | {"checkpoint_path": str(tmp_path / "weights.pth")})
@@ -171,12 +165,6 @@ def test_tags_in_a_recipe(tag: str, tmp_path: Path, sprung: Path) -> None:
     (tmp_path / "plain.yaml").write_text("name: plain\nmethod: xbt\n")
     with pytest.raises(XcompatError):
         load_recipe(tmp_path / "plain.yaml", [f"name=!!{tag.format(sprung)}"])
-
-
-def image() -> bytes:
-    buffer = io.BytesIO()
-    Image.new("RGB", (8, 8), "red").save(buffer, "PNG")
-    return buffer.getvalue()
 
 
 def write_shard(file: Path, *members: tuple[str, bytes], special: dict[str, bytes] | None = None) -> None:
@@ -198,7 +186,7 @@ def test_shards_are_files(scheme: str, tmp_path: Path, sprung: Path, monkeypatch
     with pytest.raises(XcompatError, match="does not exist|is remote"):
         load_pairs(f"{scheme}touch {sprung}; cat x.tar" if scheme == "pipe:" else f"{scheme}x.tar")
     if "/" not in scheme:
-        write_shard(tmp_path / f"{scheme}touch sprung #.tar", ("a.png", image()), ("a.txt", b"red"))
+        write_shard(tmp_path / f"{scheme}touch sprung #.tar", ("a.png", png()), ("a.txt", b"red"))
         assert len(load_pairs(PairSource(path=f"{scheme}touch sprung #.tar", max_bad_share=0))) == 1
 
 
@@ -207,12 +195,10 @@ def test_members_of_a_shard_escape_nowhere(tmp_path: Path, monkeypatch: pytest.M
     inside.mkdir()
     monkeypatch.chdir(inside)
     names = ("../escaped", f"{tmp_path}/escaped", "a/../../escaped", "good")
-    members = [(f"{name}.{kind}", content) for name in names for kind, content in (("png", image()), ("txt", b"red"))]
-    special = {
-        f"x{number}.png": kind
-        for number, kind in enumerate((tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.CHRTYPE, tarfile.FIFOTYPE))
-    }
+    members = [(f"{name}.{kind}", content) for name in names for kind, content in (("png", png()), ("txt", b"red"))]
+    kinds = (tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.CHRTYPE, tarfile.FIFOTYPE)
+    special = {f"x{number}.png": kind for number, kind in enumerate(kinds)}
     write_shard(inside / "shard.tar", *members, special=special)
     rows = list(read_rows([inside / "shard.tar"], ShardColumns(), Problems(max_bad_share=1.0, total_shards=1)))
-    assert len(rows) == len(names) and all(row["image"]["bytes"] == image() for row in rows), "links and devices hold nothing"
+    assert len(rows) == len(names) and all(row["image"]["bytes"] == png() for row in rows), "links and devices hold nothing"
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["inside", "shard.tar"]
