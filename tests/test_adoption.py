@@ -130,7 +130,7 @@ def test_a_byte_anywhere_is_found_where_the_time_moved(factory: str, tmp_path: P
             Gallery.open(tmp_path / "g").search(unit(1, d, 1), OLD)
 
 
-def test_another_time_is_refused_while_open_and_the_same_index_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_time_is_refused_only_while_the_index_is_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own = tmp_path / "own.faiss"
     write_index(own, unit(N, d, 0))
     gallery = Gallery.from_faiss(tmp_path / "g", own, names(N), OLD)

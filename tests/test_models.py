@@ -383,7 +383,7 @@ def test_ridge_is_least_squares_and_needs_pairs_that_differ(folder_of: dict[str,
         build("ridge", folder_of).fit([(torch.ones(9, 16), torch.randn(9, 8))])
 
 
-def test_unknown_options_and_columns_and_no_old_model_are_refused(folder_of: dict[str, str]) -> None:
+def test_unknown_options_and_columns_are_refused(folder_of: dict[str, str]) -> None:
     with pytest.raises(XcompatError, match="no option 'noise_sd'; did you mean 'noise_std'"):
         xcompat.ProjectionConfig(noise_sd=0.1)
     with pytest.raises(XcompatError, match="QueryMapConfig has no shape 'resdual'; did you mean 'residual'"):
