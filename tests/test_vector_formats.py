@@ -53,6 +53,11 @@ def _as_numpy_prints(here: Path) -> Path:
     return here / "a.parquet"
 
 
+def _parquet(here: Path) -> Path:
+    pq.write_table(pa.table({"id": IDS, "embedding": list(ROWS)}), here / "a.parquet")
+    return here / "a.parquet"
+
+
 def _archive(here: Path) -> Path:
     np.savez(here / "a.npz", ids=np.array(IDS), embeddings=ROWS, labels=np.arange(5))
     return here / "a.npz"
@@ -134,6 +139,7 @@ LINES: dict[str, Callable[[], list[object]]] = {
 FILES: dict[str, Write] = {
     "CSV of a cookbook": lambda here: _csv(here / "a.csv", ["id", "text", "embedding"]),
     "compressed TSV": lambda here: _csv(here / "a.tsv.gz", ["doc_id", "text", "vector"], "\t"),
+    "Parquet": _parquet,
     "Parquet with vectors as NumPy prints them": _as_numpy_prints,
     "npz": _archive,
     "safetensors": _tensors,
