@@ -119,7 +119,7 @@ MISTAKES = {
     "export atlas empty --out o": "empty contains no model; choose the folder of a finished run or of a checkpoint",
     # galleries
     "gallery build texts.txt": NAME_IT,
-    "gallery build --model enc": "name the images or texts to embed, or an index to adopt with --from-faiss",
+    "gallery build --model enc": "name the images or texts to embed, stored vectors, or an index to adopt with --from-faiss",
     "gallery build texts.txt --model ./nowhere": NO_MODEL,
     "gallery build texts.txt --model empty": "empty contains no model (config.json is missing)",
     "gallery build --from-faiss x.faiss --model enc": "the faiss index x.faiss does not exist; check the path",
