@@ -46,9 +46,15 @@ def section(page: str, name: str) -> str:
     return re.split(r"^## .*\n", page, flags=re.MULTILINE)[1 + SECTIONS.index(name)]
 
 
-def test_every_method_has_a_page_and_a_picture_and_nothing_else_has() -> None:
+def test_every_method_has_a_page_a_picture_and_current_options() -> None:
     assert set(PAGES) == set(PICTURES) == {path.stem for path in FOLDER.glob("*.svg")} == set(METHODS)
     assert sorted(re.findall(r"^\| \[`(\w+)`\]\(methods/\1\.md\) \|", OVERVIEW, re.MULTILINE)) == sorted(METHODS)
+    assert [file.name for file, text in options.files().items() if file.read_text(encoding="utf-8") != text] == []
+    assert {model.__module__.rpartition(".")[2]: name for name, model in METHODS.items()} == {name: name for name in METHODS}
+    told = options.meanings_of(METHODS["oca"].config_class)
+    assert told["compat_weight"] == "the paper's λ1." and told["old_scale"].startswith("factor on cosines")
+    assert "| `classified` | `new_part` | the new classifier's input" in options.table_of("bt2")
+    assert options.shared_table().count("`triplet`") == 1, "choices that the docstring does not name"
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -86,19 +92,6 @@ def test_options_and_columns_are_those_of_the_method(method: str) -> None:
     (told,) = re.findall(r"^\| Data \|(.*)\|$", section(PAGES[method], "When to use it"), re.MULTILINE)
     needed = {*model.columns, *model.columns_if_known} | ({"labels"} if issubclass(model, ClassifiedModel) else set())
     assert set(re.findall(r"`(\w+)`", told)) & COLUMNS == needed
-
-
-def test_generated_files_are_up_to_date() -> None:
-    """`python docs/options.py` writes them again."""
-    assert [file.name for file, text in options.files().items() if file.read_text(encoding="utf-8") != text] == []
-    assert {model.__module__.rpartition(".")[2]: name for name, model in METHODS.items()} == {name: name for name in METHODS}
-
-
-def test_an_option_is_told_by_the_nearest_docstring() -> None:
-    told = options.meanings_of(METHODS["oca"].config_class)
-    assert told["compat_weight"] == "the paper's λ1." and told["old_scale"].startswith("factor on cosines")
-    assert "| `classified` | `new_part` | the new classifier's input" in options.table_of("bt2")
-    assert options.shared_table().count("`triplet`") == 1, "choices that the docstring does not name"
 
 
 @pytest.mark.parametrize("method", mostly_nightly(METHODS, ("bct", "whitened").__contains__))
