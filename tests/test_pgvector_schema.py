@@ -10,8 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from conftest import Run
 from postgres import text
 from store_places import OLD, map_of_galleries, unit_vectors
+from test_pgvector import opened
 from typer.testing import CliRunner
 
 import xcompat.stores
@@ -33,21 +35,6 @@ VECTORS = unit_vectors(N, OLD_DIM)
 NEW = str([0.5] * NEW_DIM)
 
 
-@pytest.fixture
-def database(postgres: str) -> Iterator[Any]:
-    with psycopg.connect(postgres, autocommit=True) as connection:
-        for statement in (
-            "DROP SCHEMA IF EXISTS public CASCADE",
-            "CREATE SCHEMA public",
-            "GRANT USAGE ON SCHEMA public TO PUBLIC",
-            "CREATE EXTENSION IF NOT EXISTS vector",
-            "DROP PUBLICATION IF EXISTS sent",
-        ):
-            connection.execute(statement)
-        yield connection
-        connection.execute("DROP PUBLICATION IF EXISTS sent")
-
-
 @pytest.fixture(scope="module")
 def mapping() -> Mapping:
     return Mapping(map_of_galleries(VECTORS, NEW_DIM))
@@ -58,10 +45,6 @@ def create(database: Any, column: str, more: str = "", name: str = "items") -> N
     database.execute(f"CREATE TABLE {name} (id bigint PRIMARY KEY, embedding vector({OLD_DIM}) {column}, price int {more})")
     rows = [(row, str(vector.tolist()), row % 10) for row, vector in enumerate(VECTORS)]
     database.cursor().executemany(f"INSERT INTO {name} (id, embedding, price) VALUES (%s, %s, %s)", rows)
-
-
-def opened(postgres: str, **options: str) -> Store:
-    return xcompat.stores.open(postgres + "".join(f"&{name}={value}" for name, value in {"table": "items", **options}.items()))
 
 
 def prepared(postgres: str, mapping: Mapping, **options: str) -> Store:
@@ -295,12 +278,14 @@ def test_tables_are_found_by_any_spelling(postgres: str, database: Any) -> None:
     for name in ("items", '"Item"', '"my-table"', '"Shop"."Item"'):
         create(database, "", name=name)
     database.execute(f"CREATE TABLE item (id int PRIMARY KEY, embedding vector({OLD_DIM}))")
-    found = {
-        name: opened(postgres, table=name).count() for name in ("Item", "%22Item%22", "ITEMS", "my-table", "Shop.Item", "item")
-    }
+    names = ("Item", "%22Item%22", "ITEMS", "my-table", "Shop.Item", "item")
+    found = {name: opened(postgres, table=name).count() for name in names}
     assert found == dict.fromkeys(found, N) | {"item": 0}, "a table in capitals is not one without"
     with pytest.raises(XcompatError, match="there is no table 'itm'; "):
         opened(postgres, table="itm")
+    for driver in ("postgresql+psycopg", "postgresql+asyncpg", "postgres+psycopg2"):
+        assert opened(postgres.replace("postgresql", driver, 1)).count() == N
+    assert opened(postgres, schema="public").count() == N, "as Prisma writes it"
 
 
 def test_a_table_is_migrated_by_a_key_of_two_columns(postgres: str, database: Any, mapping: Mapping) -> None:
@@ -315,14 +300,6 @@ def test_a_table_is_migrated_by_a_key_of_two_columns(postgres: str, database: An
     migration.switch(store, mapping)
     found = database.execute('SELECT embedding::text FROM items ORDER BY "No"').fetchall()
     np.testing.assert_allclose([np.fromstring(row[1:-1], sep=",") for (row,) in found], mapping(VECTORS), atol=1e-5)
-
-
-def test_sqlalchemy_addresses_are_taken(postgres: str, database: Any) -> None:
-    create(database, "")
-    for driver in ("postgresql+psycopg", "postgresql+asyncpg", "postgres+psycopg2"):
-        uri = postgres.replace("postgresql", driver, 1)
-        assert xcompat.stores.open(f"{uri}&table=items").count() == N
-    assert opened(postgres, schema="public").count() == N, "as Prisma writes it"
 
 
 def test_no_wrong_address_prints_its_password() -> None:
@@ -434,16 +411,15 @@ def test_collections_have_own_models(store: Store, postgres: str, database: Any,
 
 
 def test_the_command_line_searches_a_collection_with_its_model(
-    store: Store, postgres: str, database: Any, model: RidgeModel, vectors: np.ndarray, tmp_path: Path
+    store: Store, postgres: str, vectors: np.ndarray, run_xcompat: Run, tmp_path: Path
 ) -> None:
     """Its condition chooses the model. Other conditions are filters of the whole column, whose model is unknown."""
     np.save(tmp_path / "query.npy", vectors[7:8])
-    typed = ["gallery", "search", f"{postgres}&table=items", "--queries", str(tmp_path / "query.npy"), "--model", OLD.name]
-    result = CliRunner().invoke(app, [*typed, "--where", DOCS, "--top-k", "1", "--json"])
-    assert result.exit_code == 0, (result.output, result.exception)
-    assert json.loads(result.stdout)["hits"][0]["id"] == "7"
-    for wrong in (["--where", "id < 5"], ["--group-by", "price"], ["--where", "price > 1", "--where", "price < 3"]):
-        assert isinstance(CliRunner().invoke(app, [*typed, *wrong]).exception, XcompatError), wrong
+    typed = ("gallery", "search", f"{postgres}&table=items", "--queries", tmp_path / "query.npy", "--model", OLD.name)
+    out = run_xcompat.output(*typed, "--where", DOCS, "--top-k", 1, "--json")
+    assert json.loads(out)["hits"][0]["id"] == "7"
+    for wrong in (("--where", "id < 5"), ("--group-by", "price"), ("--where", "price > 1", "--where", "price < 3")):
+        run_xcompat.refusal(*typed, *wrong)
 
 
 def test_the_model_of_all_rows_ends_with_the_switch(postgres: str, database: Any, model: RidgeModel, vectors: np.ndarray) -> None:
@@ -516,7 +492,6 @@ def test_an_invalid_condition_is_refused(postgres: str, database: Any, vectors: 
 
 
 def test_fixed_dimensions_are_refused_with_a_fix(postgres: str, database: Any, model: RidgeModel, vectors: np.ndarray) -> None:
-    """Before anything is written. After the statement the migration works."""
     fill(database, vectors, f"vector({OLD_DIM})", OLD_DIM)
     store, mapping = xcompat.stores.open(f"{postgres}&table=items", DOCS), Mapping(model)
     store.name_model("embedding", OLD)
@@ -535,7 +510,6 @@ def test_fixed_dimensions_are_refused_with_a_fix(postgres: str, database: Any, m
 
 @pytest.mark.parametrize(("collection", "is_refused"), [("docs", True), ("code", False)])
 def test_small_indexes_are_named(store: Store, database: Any, model: RidgeModel, collection: str, is_refused: bool) -> None:
-    """The index of another collection does not matter."""
     dim = OLD_DIM if collection == "docs" else OTHER_DIM
     index = f"hnsw ((embedding::vector({dim})) vector_cosine_ops) WHERE (collection = '{collection}')"
     database.execute(f"CREATE INDEX ON items USING {index}")
