@@ -22,7 +22,6 @@ from xcompat.export import to_faiss
 from xcompat.methods import ProcrustesConfig, ProcrustesModel
 from xcompat.models import describe_old
 from xcompat.retrieval import Gallery, faiss_probe, probing
-from xcompat.retrieval.own_ids import RowLabels
 
 OLD, DIM, ROWS = Fingerprint.from_string("old"), 16, 600
 IP, L2 = faiss.METRIC_INNER_PRODUCT, faiss.METRIC_L2
@@ -64,7 +63,6 @@ def adopt(index: Any, folder: Path, ids: list[str] | None = None) -> Gallery:
 
 
 def search_all(index: Any, queries: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
-    """Search an index with full effort."""
     ivf = faiss.try_extract_index_ivf(index)
     if ivf is not None:
         ivf.nprobe = ivf.nlist
@@ -72,7 +70,6 @@ def search_all(index: Any, queries: np.ndarray, k: int) -> tuple[np.ndarray, np.
 
 
 def full_effort(factory: str) -> str | None:
-    """Return search parameters with which an index compares all vectors."""
     lists = re.search(r"IVF(\d+)", factory)
     return f"nprobe={lists[1]}" if lists else "efSearch=600" if "HNSW" in factory else None
 
@@ -274,18 +271,6 @@ def test_vectors_added_under_own_ids_are_taken_over(factory: str, tmp_path: Path
     assert len(gallery) == ROWS
     assert [hits[0].id for hits in gallery.search(unit(4, 0), OLD, 1, parameters=effort)] == [str(name) for name in ids[:4]]
     assert gallery.search(unit(5, 11), OLD, 1, parameters=effort)[0][0].id != "17"
-
-
-def test_rows_and_labels_agree_with_a_dictionary() -> None:
-    random = np.random.default_rng(0)
-    for _ in range(50):
-        labels = random.choice(np.arange(-(10**3), 10**3) * 10 ** int(random.integers(0, 15)), 100, replace=False)
-        rows = {label: row for row, label in enumerate(labels.tolist())}
-        asked = np.concatenate([random.choice(labels, 30), [5, -1, 2**62]])
-        assert RowLabels(labels).find_rows(asked).tolist() == [rows.get(label, -1) for label in asked.tolist()]
-        kept = random.random(100) < random.random()
-        selector = RowLabels(labels).select(kept)
-        assert [selector.is_member(label) for label in labels.tolist()] == kept.tolist()
 
 
 FACTORIES = ["Flat", "HNSW8", "IVF4,Flat", "IVF4,PQ4x4", "SQ8", "IDMap,Flat", "IDMap2,HNSW8", "OPQ4_8,IVF4,PQ4x4", "NSG8"]
