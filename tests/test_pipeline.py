@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from conftest import store
 from hub_server import Hub
 from PIL import Image
 from transformers import pipeline
@@ -27,26 +28,16 @@ TEXTS = ["a dog", "two cats", "a red shoe", "a blue shoe"]
 @pytest.fixture(scope="module")
 def gallery(old_folder: str, tmp_path_factory: pytest.TempPathFactory) -> Gallery:
     old = load_embedder(old_folder)
-    made = Gallery.create(tmp_path_factory.mktemp("pipeline") / "gallery", old)
-    made.add(old.embed(old.processor.texts(TEXTS)), TEXTS, [{"shoe": "shoe" in text} for text in TEXTS])
-    made.commit()
-    return made
+    empty = Gallery.create(tmp_path_factory.mktemp("pipeline") / "gallery", old)
+    return store(empty, old.embed(old.processor.texts(TEXTS)), TEXTS, [{"shoe": "shoe" in text} for text in TEXTS])
 
 
 @pytest.fixture(scope="module")
-def model_folder(folder_of: dict[str, str], old_folder: str, tmp_path_factory: pytest.TempPathFactory) -> str:
-    model = xcompat.XbtModel.from_encoder(folder_of["clip"], old=load_embedder(old_folder).describe_old())
-    folder = tmp_path_factory.mktemp("pipeline") / "xbt"
-    model.export(folder)
-    return str(folder)
+def find(compatible_folder: str, gallery: Gallery) -> Any:
+    return pipeline("compatible-retrieval", model=compatible_folder, gallery=str(gallery.path))
 
 
-@pytest.fixture(scope="module")
-def find(model_folder: str, gallery: Gallery) -> Any:
-    return pipeline("compatible-retrieval", model=model_folder, gallery=str(gallery.path))
-
-
-def test_a_query_finds_what_its_view_finds(find: Any, gallery: Gallery, model_folder: str, tmp_path: Path) -> None:
+def test_a_query_finds_what_its_view_finds(find: Any, gallery: Gallery, compatible_folder: str, tmp_path: Path) -> None:
     model = find.model
     with torch.inference_mode():
         texts = model.processor.texts(["a dog"])
@@ -64,10 +55,10 @@ def test_a_query_finds_what_its_view_finds(find: Any, gallery: Gallery, model_fo
         assert [hit["id"] for hit in find(query, top_k=2)] == [hit.id for hit in best]
 
 
-def test_hits_are_ordered_by_new_embeddings_of_their_texts(gallery: Gallery, model_folder: str, tmp_path: Path) -> None:
+def test_hits_are_ordered_by_new_embeddings_of_their_texts(gallery: Gallery, compatible_folder: str, tmp_path: Path) -> None:
     lines = "".join(f'{{"id": "{text}", "text": "{text}"}}\n' for text in TEXTS)
     (tmp_path / "texts.jsonl").write_text(lines, encoding="utf-8")
-    named = {"model": model_folder, "gallery": str(gallery.path)}
+    named = {"model": compatible_folder, "gallery": str(gallery.path)}
     find = pipeline("compatible-retrieval", **named, rerank=4, originals=tmp_path / "texts.jsonl")
     model = find.model
     with torch.inference_mode():
@@ -113,6 +104,12 @@ def test_lists_of_texts_and_images_keep_their_order(find: Any, batch_size: int) 
     assert find([], top_k=4) == []
 
 
+def test_filters_and_defaults(find: Any, compatible_folder: str, gallery: Gallery) -> None:
+    assert {hit["id"] for hit in find("a dog", where={"shoe": True})} == {"a red shoe", "a blue shoe"}
+    one = pipeline("compatible-retrieval", model=compatible_folder, gallery=gallery, top_k=1)
+    assert len(one("a dog")) == 1 and len(one("a dog", top_k=2)) == 2 and len(one(["a dog", "b"])[1]) == 1
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_maps_halve_encoders(dtype: str, folder_of: dict[str, str], old_folder: str, gallery: Gallery, tmp_path: Path) -> None:
     """The encoder beside the map is loaded when it first embeds, and its own fingerprint is checked before it is rounded."""
@@ -129,12 +126,6 @@ def test_maps_halve_encoders(dtype: str, folder_of: dict[str, str], old_folder: 
     assert {parameter.dtype for parameter in new.model.parameters()} == {torch.float32}
 
 
-def test_filters_and_defaults(find: Any, model_folder: str, gallery: Gallery) -> None:
-    assert {hit["id"] for hit in find("a dog", where={"shoe": True})} == {"a red shoe", "a blue shoe"}
-    one = pipeline("compatible-retrieval", model=model_folder, gallery=gallery, top_k=1)
-    assert len(one("a dog")) == 1 and len(one("a dog", top_k=2)) == 2 and len(one(["a dog", "b"])[1]) == 1
-
-
 def test_an_encoder_as_it_comes_searches_its_own_gallery(gallery: Gallery, old_folder: str, folder_of: dict[str, str]) -> None:
     assert pipeline("compatible-retrieval", model=old_folder, gallery=gallery)("two cats", top_k=1)[0]["id"] == "two cats"
     other = pipeline("compatible-retrieval", model=folder_of["clip"], gallery=gallery)
@@ -142,11 +133,11 @@ def test_an_encoder_as_it_comes_searches_its_own_gallery(gallery: Gallery, old_f
         other("two cats")
 
 
-def test_what_a_pipeline_refuses(find: Any, model_folder: str, tmp_path: Path) -> None:
+def test_what_a_pipeline_refuses(find: Any, compatible_folder: str, tmp_path: Path) -> None:
     with pytest.raises(XcompatError, match="set its folder with gallery"):
-        pipeline("compatible-retrieval", model=model_folder)
+        pipeline("compatible-retrieval", model=compatible_folder)
     with pytest.raises(XcompatError, match="is not a gallery"):
-        pipeline("compatible-retrieval", model=model_folder, gallery=str(tmp_path))
+        pipeline("compatible-retrieval", model=compatible_folder, gallery=str(tmp_path))
     with pytest.raises(XcompatError, match="not topk"):
         find("a dog", topk=3)
     with pytest.raises(XcompatError, match="not int"):

@@ -1,10 +1,10 @@
-"""Ranking by class against sorted lists and another library; ties, chunks and processes that share the queries."""
+"""Ranking by class and acceptance rates against sorted lists and loops over every threshold; ties, chunks and processes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -15,10 +15,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from xcompat.core.errors import XcompatError
+from xcompat.core.fingerprint import Fingerprint
 from xcompat.evaluation import (
+    EmbeddedImages,
+    EvaluatedModels,
+    EvaluationOptions,
     RankedQueries,
     cmc,
     counting,
+    evaluate,
     first_hit_ranks,
     graded_metrics,
     labelled,
@@ -27,6 +32,7 @@ from xcompat.evaluation import (
     ranking_per_query,
     tar_at_far,
     tpir_at_far,
+    verification,
     zero_shot_accuracy,
 )
 from xcompat.evaluation.scores import ExactRows, lift_rows, tie_margin
@@ -85,7 +91,6 @@ def assert_identical(one: RankedQueries, other: RankedQueries) -> None:
 
 
 def random_problem(seed: int, n_queries: int, n_gallery: int, dim: int, n_classes: int) -> tuple:
-    """Classes are clouds that overlap."""
     generator = np.random.default_rng(seed)
     centres = generator.normal(size=(n_classes, dim))
     labels = [generator.integers(n_classes, size=n) for n in (n_queries, n_gallery)]
@@ -225,29 +230,27 @@ def test_values_equal_pytorch_metric_learning() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
-def test_torch_of_any_dtype_equals_numpy(dtype: torch.dtype) -> None:
-    queries, gallery, query_labels, gallery_labels = random_problem(8, 30, 60, 32, 5)
+def test_kinds_of_arrays_do_not_matter(dtype: torch.dtype, tmp_path: Path) -> None:
+    queries, gallery, *labels = random_problem(8, 30, 60, 32, 5)
     queries_t, gallery_t = torch.tensor(queries).to(dtype), torch.tensor(gallery).to(dtype).requires_grad_()
-    as_torch = ranking_per_query(queries_t, gallery_t, torch.tensor(query_labels), torch.tensor(gallery_labels))
     plain = queries_t.double().numpy(), gallery_t.detach().double().numpy()
-    assert_identical(as_torch, ranking_per_query(*plain, query_labels, gallery_labels))
-
-
-def test_a_memory_mapped_gallery_is_read_in_place(tmp_path: Path) -> None:
-    queries, gallery, query_labels, gallery_labels = random_problem(9, 30, 60, 16, 5)
-    np.save(tmp_path / "gallery.npy", gallery.astype(np.float16))
+    expected = ranking_per_query(*plain, *labels)
+    assert_identical(ranking_per_query(queries_t, gallery_t, *map(torch.tensor, labels)), expected)
+    np.save(tmp_path / "gallery.npy", plain[1])
     mapped = np.load(tmp_path / "gallery.npy", mmap_mode="r")
-    expected = ranking_per_query(queries, gallery.astype(np.float16), query_labels, gallery_labels)
-    assert_identical(ranking_per_query(queries, mapped, query_labels, gallery_labels, chunk_size=1), expected)
+    assert_identical(ranking_per_query(plain[0], mapped, *labels, chunk_size=1), expected)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("n_classes", [2, 40])
-def test_cuda_gives_the_same_bits(n_classes: int) -> None:
+def test_cuda_gives_the_same_bits_and_rates(n_classes: int) -> None:
     queries, gallery, *labels = random_problem(10, 700, 3000, 64, n_classes)
-    ids = range(700), range(3000)
-    on_device = ranking_per_query(torch.tensor(queries).cuda(), torch.tensor(gallery).cuda(), *labels, *ids, chunk_size=64)
-    assert_identical(on_device, ranking_per_query(queries, gallery, *labels, *ids))
+    ids, on_device = (range(700), range(3000)), (torch.tensor(queries).cuda(), torch.tensor(gallery).cuda())
+    found = ranking_per_query(*on_device, *labels, *ids, chunk_size=64)
+    assert_identical(found, ranking_per_query(queries, gallery, *labels, *ids))
+    labels[0] += 1  # the last class has no item
+    for rate in (tar_at_far, tpir_at_far):
+        assert rate(*on_device, *labels, fars=_FARS) == rate(queries, gallery, *labels, fars=_FARS)
 
 
 @pytest.mark.parametrize(
@@ -305,30 +308,17 @@ TIES = {"integers": (4, 5, 200), "binary": (24, 2, 200)}
 @pytest.mark.parametrize("kind", TIES)
 def test_the_wrong_one_of_two_tied_items_ranks_first(kind: str) -> None:
     for query, one, other in draw_ties(*TIES[kind]):
-        pair = np.stack([one, other])
-        assert first_hit_ranks(query[None], pair, "a", "ab").tolist() == [1]
-        assert ranking_per_query(query[None], pair, "a", "ab").average_precision_Q.tolist() == [0.5]
-        assert graded_metrics(query[None], pair, "q", "ab", {"q": {"a": 1}}, (1,))["mrr@1"] == 0
-        assert zero_shot_accuracy(query[None], pair, [0]) == 0
-
-
-def test_of_two_tied_gains_the_lower_one_ranks_first() -> None:
-    for query, one, other in draw_ties(4, 5, 100):
-        found = graded_metrics(query[None], np.stack([one, other]), "q", "ab", {"q": {"a": 3, "b": 1}}, (1,))
-        assert found["ndcg@1"] == pytest.approx(1 / 3)
-
-
-def test_a_threshold_accepts_no_pair_that_ties_with_a_refused_one() -> None:
-    for query, one, other in draw_ties(4, 5, 100):
-        assert tar_at_far(query[None], np.stack([one, other]), "a", "ab", fars=(0,)) == {0: 0}
-        queries, labels = np.stack([query, query]), "az"
-        assert tpir_at_far(queries, np.stack([one, other]), labels, "ab", fars=(0,)) == {0: 0}
-
-
-def test_tied_positives_do_not_push_each_other_down() -> None:
-    for query, one, other in draw_ties(4, 5, 100):
-        found = ranking_per_query(query[None], np.stack([one, other, -query]), "a", "aab")
-        assert (found.first_hit_ranks_Q.tolist(), found.average_precision_Q.tolist()) == ([0], [1.0])
+        asked, pair = query[None], np.stack([one, other])
+        assert first_hit_ranks(asked, pair, "a", "ab").tolist() == [1]
+        assert ranking_per_query(asked, pair, "a", "ab").average_precision_Q.tolist() == [0.5]
+        assert graded_metrics(asked, pair, "q", "ab", {"q": {"a": 1}}, (1,))["mrr@1"] == 0
+        lower_gain_first = graded_metrics(asked, pair, "q", "ab", {"q": {"a": 3, "b": 1}}, (1,))
+        assert lower_gain_first["ndcg@1"] == pytest.approx(1 / 3)
+        assert zero_shot_accuracy(asked, pair, [0]) == 0
+        assert tar_at_far(asked, pair, "a", "ab", fars=(0,)) == {0: 0}, "no threshold is between them"
+        assert tpir_at_far(np.stack([query, query]), pair, "az", "ab", fars=(0,)) == {0: 0}
+        both = ranking_per_query(asked, np.stack([one, other, -query]), "a", "aab")
+        assert (both.first_hit_ranks_Q.tolist(), both.average_precision_Q.tolist()) == ([0], [1.0]), "both are right"
 
 
 def test_items_of_equal_distance_tie_too() -> None:
@@ -381,3 +371,140 @@ def test_shared_ranks_are_those_of_one_process(tmp_path: Path) -> None:
             for key, expected in _ranked(False, queries_at).items():
                 np.testing.assert_array_equal(results[name][key], expected, err_msg=f"{name} {key} on rank {rank}")
         assert results["none"].startswith("no query has another item of its class")
+
+
+_ROWS = st.lists(_ROW, min_size=1, max_size=12)
+_FARS = (0.0, 0.1, 0.25, 0.5, 1.0)
+
+
+def scored_pairs(queries: Sequence, gallery: Sequence, query_labels: Sequence, gallery_labels: Sequence, *ids: Sequence) -> list:
+    found = []
+    for row, query in enumerate(queries):
+        pairs = []
+        for column, item in enumerate(gallery):
+            if not ids or ids[0][row] != ids[1][column]:
+                score = float(query @ item / (np.linalg.norm(query) * np.linalg.norm(item)))
+                pairs.append((score, query_labels[row] == gallery_labels[column]))
+        found.append(pairs)
+    return found
+
+
+def naive_share(genuine: list[float], impostors: list[float], far: float) -> float:
+    """Try every threshold and keep the best share of genuine scores among those that accept few enough impostors."""
+    shares = [0.0]
+    for threshold in [*genuine, *impostors]:
+        if sum(score >= threshold for score in impostors) / len(impostors) <= far:
+            shares.append(sum(score >= threshold for score in genuine) / len(genuine))
+    return max(shares)
+
+
+def naive_tar(problem: tuple) -> dict[float, float] | None:
+    pairs = [pair for of_query in scored_pairs(*problem) for pair in of_query]
+    genuine, impostors = [score for score, same in pairs if same], [score for score, same in pairs if not same]
+    return {far: naive_share(genuine, impostors, far) for far in _FARS} if genuine and impostors else None
+
+
+def naive_tpir(problem: tuple, rank: int) -> dict[float, float] | None:
+    genuine, impostors = [], []
+    for pairs in scored_pairs(*problem):
+        own = [score for score, same in pairs if same]
+        if not own:
+            impostors.append(max((score for score, _ in pairs), default=-np.inf))
+        else:
+            before = sum(score >= max(own) for score, same in pairs if not same)
+            genuine.append(max(own) if before < rank else -np.inf)
+    if not genuine or not impostors:
+        return None
+    # a query that is not found passes no threshold, so those of minus infinity are not tried
+    expected = {}
+    for far in _FARS:
+        thresholds = [score for score in [*genuine, *impostors, -2.0] if score > -np.inf]
+        fine = [t for t in thresholds if sum(score >= t for score in impostors) / len(impostors) <= far]
+        expected[far] = max((sum(score >= t for score in genuine) / len(genuine) for t in fine), default=0.0)
+    return expected
+
+
+@st.composite
+def problems(draw: Callable) -> tuple:
+    queries, gallery = np.array(draw(_ROWS)), np.array(draw(_ROWS))
+    sides = [(values, len(rows)) for values, rows in (("abc", queries), ("abd", gallery))]
+    labels = [draw(st.lists(st.sampled_from(values), min_size=n, max_size=n)) for values, n in sides]
+    ids = [draw(st.lists(st.integers(0, 9), min_size=n, max_size=n)) for _, n in sides]
+    return (queries, gallery, *labels, *draw(st.sampled_from([(), tuple(ids)])))
+
+
+@given(problems())
+@settings(max_examples=100)
+def test_tar_equals_trying_every_threshold(problem: tuple) -> None:
+    expected = naive_tar(problem)
+    if expected is None:
+        with pytest.raises(XcompatError, match="no pair of (one class|two classes)"):
+            tar_at_far(*problem, fars=_FARS)
+    else:
+        assert tar_at_far(*problem, fars=_FARS) == expected
+
+
+@given(problems(), st.integers(1, 3))
+@settings(max_examples=100)
+def test_tpir_equals_trying_every_threshold(problem: tuple, rank: int) -> None:
+    expected = naive_tpir(problem, rank)
+    if expected is None:
+        with pytest.raises(XcompatError, match="no query has another item|there are no impostors"):
+            tpir_at_far(*problem, fars=_FARS, rank=rank)
+    else:
+        assert tpir_at_far(*problem, fars=_FARS, rank=rank) == expected
+
+
+def test_random_scores_equal_the_loops() -> None:
+    problem = random_problem(0, 30, 40, 12, 20)
+    assert tar_at_far(*problem, fars=_FARS) == naive_tar(problem)
+    for rank in (1, 5):
+        assert tpir_at_far(*problem, fars=_FARS, rank=rank) == naive_tpir(problem, rank)
+
+
+def test_dropping_low_negatives_on_the_way_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = random_problem(1, 30, 40, 12, 20)
+    fars = np.linspace(0, 0.5, 26).tolist()
+    expected = tar_at_far(*problem, fars=fars)
+    monkeypatch.setattr(verification, "_SLACK", 1)
+    monkeypatch.setattr("xcompat.evaluation.labelled._TILE", 70)
+    for far in fars:
+        assert tar_at_far(*problem, fars=(far,)) == {far: expected[far]}
+
+
+def test_a_share_is_what_dividing_says() -> None:
+    """0.29 of 100 is 28.999999999999996 in floats, and 29 of 100 is 0.29 all the same."""
+    scores = np.arange(100) / 200
+    gallery = np.stack([scores, np.sqrt(1 - scores**2)], axis=1)
+    bar = np.array([[0.3525, np.sqrt(1 - 0.3525**2)]])  # between the 29th highest negative and the 30th
+    arguments = (np.array([[1.0, 0.0]]), np.concatenate([gallery, bar]), [0], [1] * 100 + [0])
+    assert tar_at_far(*arguments, fars=(0.28, 0.29)) == {0.28: 0.0, 0.29: 1.0}
+
+
+@pytest.mark.parametrize("metric", [tar_at_far, tpir_at_far])
+def test_bad_shares_and_ranks_are_one_clear_line(metric: Callable) -> None:
+    for fars in ((), (0.1, -1e-3), (np.nan,)):
+        with pytest.raises(XcompatError, match="fars must be one or more shares") as caught:
+            metric(np.eye(3), np.eye(3), "abz", "aab", fars=fars)
+        assert "\n" not in str(caught.value)
+    with pytest.raises(XcompatError, match="rank must be at least 1"):
+        tpir_at_far(np.eye(2), np.eye(2), "az", "ab", rank=0)
+
+
+@pytest.mark.parametrize("metric", ["cosine", "l2"])
+def test_copies_tie_in_an_evaluation_by_either_metric(metric: Literal["cosine", "l2"]) -> None:
+    """Whatever a query's class has in the gallery, a copy of another class is there too, and nothing can be accepted."""
+    rows, half = np.random.default_rng(0).normal(size=(60, 32)), [*range(60)]
+    names = [f"q{row}" for row in range(120)], [f"g{row}" for row in range(120)]
+    twice = np.concatenate([rows, rows])
+    strange = [100 + row for row in half]
+    verified = EmbeddedImages(
+        "m", Fingerprint.from_string("m"), rows, twice, names[0][:60], names[1], half, [*half, *np.roll(half, 1)], metric=metric
+    )
+    case = evaluate(EvaluatedModels(verified, verified), EvaluationOptions(n_resamples=2, fars=(0.0, 1e-3))).cases[0]
+    assert [case.metrics[name] for name in ("tar@far=0e+0", "tar@far=1e-3")] == [0, 0]
+    identified = EmbeddedImages(
+        "m", Fingerprint.from_string("m"), twice, rows, names[0], names[1][:60], [*half, *strange], half, metric=metric
+    )
+    case = evaluate(EvaluatedModels(identified, identified), EvaluationOptions(n_resamples=2, fpirs=(0.0, 0.1))).cases[0]
+    assert [case.metrics[name] for name in ("tpir@fpir=0e+0", "tpir@fpir=1e-1")] == [0, 0]
