@@ -35,7 +35,6 @@ OLD_ROWS /= np.linalg.norm(OLD_ROWS, axis=1, keepdims=True)
 
 @pytest.fixture(scope="module")
 def map_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Write a map that was fitted on embeddings alone."""
     config = RidgeConfig(old=describe_old(OLD, OLD_DIM), embedding_dim=NEW_DIM)
     model = RidgeModel(config).fit([(torch.from_numpy(NEW), torch.from_numpy(OLD_ROWS))])
     model.save_pretrained(folder := tmp_path_factory.mktemp("run") / "model")
@@ -106,12 +105,9 @@ def test_a_run_folder_and_a_store_take_them_too(gallery: Path, map_folder: str, 
     expected = search(gallery, queries, map_folder)
     assert search(gallery, queries, str(Path(map_folder).parent)) == expected
     assert search(f"file://{gallery}", queries, map_folder) == expected
-
-
-def test_a_name_that_the_gallery_knows_needs_no_model(gallery: Path, tmp_path: Path) -> None:
     np.save(tmp_path / "old.npy", OLD_ROWS[:3])
-    found = search(gallery, tmp_path / "old.npy", OLD.name)
-    assert [each["hits"][0]["id"] for each in found] == ["0", "1", "2"]
+    named = search(gallery, tmp_path / "old.npy", OLD.name)  # the gallery knows the name
+    assert [each["hits"][0]["id"] for each in named] == ["0", "1", "2"]
 
 
 def test_bad_queries_are_named_and_left_out(

@@ -10,6 +10,7 @@ import faiss
 import numpy as np
 import pytest
 import torch
+from conftest import store
 from test_map import made, write
 from transformers import AutoModel
 
@@ -33,13 +34,11 @@ def pairs() -> PairedEmbeddings:
 
 @pytest.fixture(scope="module")
 def labelled(pairs: PairedEmbeddings) -> FittedMap:
-    """Return the map that is chosen with labels."""
     return fit_map(pairs.old_Nd, pairs.new_ND, pairs.labels_N)
 
 
 @pytest.fixture(scope="module")
 def plain(pairs: PairedEmbeddings) -> FittedMap:
-    """Return the map that is chosen without labels."""
     return fit_map(pairs.old_Nd, pairs.new_ND)
 
 
@@ -89,9 +88,8 @@ def test_an_index_a_gallery_files_and_lists_are_taken(pairs: PairedEmbeddings, p
     index = faiss.IndexIDMap2(faiss.IndexFlatIP(pairs.old_Nd.shape[1]))
     index.add_with_ids(np.asarray(pairs.old_Nd, np.float32), np.arange(len(pairs)) + 7)
     np.save(tmp_path / "old.npy", pairs.old_Nd)
-    gallery = Gallery.create(tmp_path / "gallery", Fingerprint.from_string("clip"), dim=pairs.dims[1])
-    gallery.add(pairs.old_Nd, [str(row) for row in range(len(pairs))])
-    gallery.commit()
+    empty = Gallery.create(tmp_path / "gallery", Fingerprint.from_string("clip"), dim=pairs.dims[1])
+    gallery = store(empty, pairs.old_Nd, [str(row) for row in range(len(pairs))])
     whole, folder = pairs.new_ND, str(write(tmp_path / "new", pairs.new_ND))
     for old, new in ((index, folder), (tmp_path / "old.npy", whole.tolist()), (gallery, whole), (str(gallery.path), whole)):
         found = xcompat.fit_map(old=old, new=new)
@@ -128,6 +126,7 @@ BAD: dict[str, tuple[Any, str]] = {
         "in every row, the old or the new embedding is zero or not finite",
     ),
     "a path that is not there": (lambda pairs: fit_map("old.npy", pairs.new_ND), "old.npy does not exist"),
+    "no new model": (lambda pairs: fit_map(pairs.old_Nd, pairs.new_ND).encode_query("a dog"), "fitted on embeddings only"),
     "an empty index": (lambda pairs: fit_map(faiss.IndexFlatIP(4), pairs.new_ND), "IndexFlatIP holds no vectors"),
 }
 
@@ -137,11 +136,6 @@ def test_bad_inputs_are_one_line(what: str, pairs: PairedEmbeddings) -> None:
     call, said = BAD[what]
     with pytest.raises(XcompatError, match=said):
         call(pairs)
-
-
-def test_a_map_without_a_new_model_embeds_no_query(plain: FittedMap) -> None:
-    with pytest.raises(XcompatError, match="fitted on embeddings only"):
-        plain.encode_query("a dog")
 
 
 def test_few_items_are_a_guess(pairs: PairedEmbeddings, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
