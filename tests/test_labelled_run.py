@@ -226,6 +226,7 @@ def test_every_method_runs_and_is_judged(method: str, trained: dict[str, Any], t
     report = load_report(tmp_path / "run")
     cases = {case.label: case for case in report.cases}
     assert cases.pop("new+rerank/old").metrics.keys() == cases["new/old"].metrics.keys()
+    assert any("Re-ranking embeds at most 3 images per query" in note for note in report.notes)
     mapped = {"mapped/mapped"} if METHODS[method].maps_galleries_with(changes["options"]) else set()
     model = AutoModel.from_pretrained(tmp_path / "run" / "model")
     if model.stores_view and (model.embeds_in_memory or model.stored_dim != model.config.embedding_dim):

@@ -389,3 +389,34 @@ def test_store_orders_as_its_gallery_does(shop: Shop) -> None:
         assert [hit.id for hit in hits] == [hit.id for hit in wanted]
         np.testing.assert_allclose([hit.score for hit in hits], [hit.score for hit in wanted], atol=1e-5)
     assert rerank.counts.embedded > 0 and rerank.counts.cached == 0, "only galleries keep new embeddings"
+
+
+def test_images_at_addresses_replace_originals(
+    shop: Shop, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    embeds = shop.gallery.vectors(NAMES)
+    about = [{"url": f"https://shop.example/{name}?token=secret"} for name in NAMES]
+    shop.gallery.add(np.stack([embeds[name] for name in NAMES]), NAMES, about, replace=True)
+    shop.gallery.commit()
+    wanted = shop.search(DEPTH, shop.reranker(keep=False))
+    by_address = {"address_column": "url", "keep": False}
+    refused = Reranker(shop.newer, None, DEPTH, **by_address)
+    monkeypatch.setattr("socket.getaddrinfo", lambda *_, **__: [(2, 1, 6, "", ("127.0.0.1", 443))])
+    assert shop.search(DEPTH, refused) == shop.gallery.search(shop.asked, shop.newer.model, DEPTH), "old scores stay"
+    said = " ".join("".join(capsys.readouterr()).split())
+    assert (
+        refused.counts.unreadable and "images cannot be downloaded, e.g. https://shop.example/" in said and "secret" not in said
+    )
+    asked: list[str] = []
+
+    def fetch(url: str, _: bool) -> bytes:
+        asked.append(url)
+        return (shop.photos / url.partition("?")[0].rpartition("/")[2]).read_bytes()
+
+    monkeypatch.setattr("xcompat.retrieval.addressed_images.fetch", fetch)
+    assert shop.search(DEPTH, Reranker(shop.newer, None, DEPTH, **by_address)) == wanted
+    assert len(asked) == len(set(asked)) == len({hit.id for hits in wanted for hit in hits})
+    with pytest.raises(XcompatError, match="no candidate has an address in its metadata under 'link'"):
+        shop.search(DEPTH, Reranker(shop.newer, None, DEPTH, address_column="link"))
+    with pytest.raises(XcompatError, match="not both"):
+        shop.reranker(address_column="url")

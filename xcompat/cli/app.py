@@ -25,14 +25,18 @@ from xcompat.cli.options import (
     IndexIds,
     ItemClasses,
     JudgedOld,
+    MemoryCodec,
     MemoryParts,
     OldIds,
     OldThreshold,
+    OriginalImages,
     Overrides,
     PricePerMillion,
     RequestsPerMinute,
     RerankedHits,
     RerankingCommand,
+    SearchedVectors,
+    SideTexts,
     VectorIds,
     VectorName,
     WorkerCount,
@@ -109,10 +113,6 @@ def train(
             raise typer.Exit(1)
 
 
-SideTexts = Annotated[
-    str | None,
-    typer.Option(help="Original texts with ids (JSON lines, CSV, TSV or Parquet), to embed with the model in --new or --old."),
-]
 EmbedWith = Annotated[
     str | None,
     typer.Option(
@@ -129,21 +129,6 @@ StartFrom = Annotated[
         metavar="NAME",
         help="Existing map to compare with the candidates: a checkpoint, or an .npz or .safetensors file of another tool.",
     ),
-]
-SearchedVectors = Annotated[
-    Path | None,
-    typer.Option(help="Gallery, faiss index or file with the gallery's vectors. Use it to check for a biased sample of pairs."),
-]
-MemoryCodec = Annotated[
-    str | None,
-    typer.Option(
-        help="Storage format for query memory entries: float32, SQfp16, SQ8, SQ4 or PQ64. The default depends on the number of "
-        "entries."
-    ),
-]
-OriginalImages = Annotated[
-    str | None,
-    typer.Option(help="Original images (a folder or shards), to embed with the model in --new or --old."),
 ]
 SearchedClasses = Annotated[
     Literal["known", "open", "unknown"],

@@ -32,6 +32,7 @@ from xcompat.cli.opening import (
     shown,
 )
 from xcompat.cli.options import (
+    AddressColumn,
     BadVectorShare,
     CacheDays,
     CacheMegabytes,
@@ -214,6 +215,7 @@ def search(
     price_per_million_tokens: PricePerMillion = None,
     rerank: Candidates = None,
     originals: OriginalsOf = None,
+    address_column: AddressColumn = None,
     rerank_with: RerankModel = "",
     rerank_budget: RerankBudget = None,
     record_demand: RecordDemand = False,
@@ -229,7 +231,9 @@ def search(
     """Search with a text, an image, or many queries."""
     from xcompat.retrieval import argument_checks
 
-    reranking = argument_checks.RerankOptions(rerank, originals, rerank_with, rerank_budget, record_demand, cache_mb, cache_days)
+    reranking = argument_checks.RerankOptions(
+        rerank, originals, rerank_with, rerank_budget, record_demand, cache_mb, cache_days, address_column
+    )
     reranking.require(is_address(gallery))
     argument_checks.require_one_search(query, queries, json and csv, fallback_below is not None and not fallback)
     if is_address(gallery):

@@ -151,6 +151,7 @@ def load_reranker(source: QuerySource, asked: RerankOptions, originals: Original
         record_demand=asked.record_demand,
         cache_bytes=None if asked.cache_mb is None else int(1e6 * asked.cache_mb),
         cache_days=asked.cache_days,
+        address_column=asked.address_column,
     )
 
 

@@ -142,6 +142,14 @@ OriginalsOf = Annotated[
         rich_help_panel=RERANKING,
     ),
 ]
+AddressColumn = Annotated[
+    str | None,
+    typer.Option(
+        metavar="KEY",
+        help="Metadata key with the web address of each image, to download for --rerank instead of --originals.",
+        rich_help_panel=RERANKING,
+    ),
+]
 RerankModel = Annotated[
     str,
     typer.Option(
@@ -224,6 +232,25 @@ OldThreshold = Annotated[
         "--threshold",
         metavar="COSINE",
         help="Current score threshold (cosine). The report contains the equivalent threshold for the new model.",
+    ),
+]
+SideTexts = Annotated[
+    str | None,
+    typer.Option(help="Original texts with ids (JSON lines, CSV, TSV or Parquet), to embed with the model in --new or --old."),
+]
+OriginalImages = Annotated[
+    str | None,
+    typer.Option(help="Original images (a folder or shards), to embed with the model in --new or --old."),
+]
+SearchedVectors = Annotated[
+    Path | None,
+    typer.Option(help="Gallery, faiss index or file with the gallery's vectors. Use it to check for a biased sample of pairs."),
+]
+MemoryCodec = Annotated[
+    str | None,
+    typer.Option(
+        help="Storage format for query memory entries: float32, SQfp16, SQ8, SQ4 or PQ64. The default depends on the number of "
+        "entries."
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON to stdout, and messages to stderr.")]

@@ -46,6 +46,7 @@ class RerankOptions(NamedTuple):
         record_demand: ``--record-demand``.
         cache_mb: ``--cache-mb``.
         cache_days: ``--cache-days``.
+        address_column: ``--address-column``.
     """
 
     candidates: int | None = None
@@ -55,6 +56,7 @@ class RerankOptions(NamedTuple):
     record_demand: bool = False
     cache_mb: float | None = None
     cache_days: float | None = None
+    address_column: str | None = None
 
     def require(self, searches_store: bool = False) -> None:
         """Raise for options without ``--rerank``, options that stores do not support, or missing inputs.
@@ -65,6 +67,7 @@ class RerankOptions(NamedTuple):
         limits = {"--cache-mb": self.cache_mb is not None, "--cache-days": self.cache_days is not None}
         given = {
             "--originals": bool(self.originals),
+            "--address-column": self.address_column is not None,
             "--rerank-with": bool(self.model),
             "--rerank-budget": self.budget is not None,
             "--record-demand": self.record_demand,
@@ -74,6 +77,8 @@ class RerankOptions(NamedTuple):
                 raise XcompatError(f"{option} needs --rerank; add --rerank 20")
         for option in (name for name, is_given in limits.items() if is_given and searches_store):
             raise XcompatError(f"{option} works with galleries only: a store keeps new embeddings in a column; remove {option}")
+        if self.originals and self.address_column is not None:
+            raise XcompatError("--address-column replaces --originals; remove one of them")
         for path in self.originals or ():
             local_files(str(path))
         if self.model:

@@ -21,6 +21,7 @@ from xcompat.data.schema import ID, METADATA, TEXT
 from xcompat.embeddings.provider import ServedMap, query_model
 from xcompat.models.base import CompatModel
 from xcompat.models.embedder import Embedder
+from xcompat.retrieval.addressed_images import fetch_images
 from xcompat.retrieval.new_embeddings import FOLDER, NewEmbeddings
 from xcompat.retrieval.originals import Originals, Texts
 from xcompat.retrieval.searching import Hit, SearchedGallery
@@ -104,7 +105,7 @@ class Reranker:
 
     Args:
         model: the new model, alone or with its map.
-        originals: the gallery's images or texts; None to use the texts in its metadata.
+        originals: the gallery's images or texts; None to use its metadata: texts, or images at ``address_column``.
         candidates: hits to re-rank per query, more if a search asks for more hits; None to use the number fitted with the
             model, or 20.
         old_weight: w; None to use the value fitted with the model, or 1/3.
@@ -113,6 +114,9 @@ class Reranker:
         record_demand: whether to count candidates, so a backfill starts with frequent candidates.
         cache_bytes: size limit of a gallery's cache; beyond it, the oldest embeddings are deleted. None for no limit.
         cache_days: maximum age of a gallery's cached embeddings. None for no limit.
+        address_column: metadata key with the web address of an item's image, which is downloaded
+            (:func:`~xcompat.retrieval.fetching.fetch`).
+        allow_private_addresses: whether these addresses may be on this machine or in private networks.
 
     Raises:
         XcompatError: a number is out of range, or the model cannot embed the originals.
@@ -132,6 +136,8 @@ class Reranker:
         record_demand: bool = False,
         cache_bytes: int | None = None,
         cache_days: float | None = None,
+        address_column: str | None = None,
+        allow_private_addresses: bool = False,
     ) -> None:
         config = getattr(query_model(model), "config", None)
         if candidates is None:
@@ -147,11 +153,14 @@ class Reranker:
         self.candidates, self.old_weight, self.budget = candidates, old_weight, budget
         self.keep, self.record_demand = keep, record_demand
         self.cache_limits = cache_bytes, cache_days
+        self.address_column, self.allow_private_addresses = address_column, allow_private_addresses
         self.counts = Counts()
         self._kept: dict[str, NewEmbeddings | None] = {}
         self._has_checked = self._has_announced = False
         self._n_queries = 1  # of the last search
         if originals is not None:
+            if address_column is not None:
+                raise XcompatError("give originals, or the metadata key with their addresses (address_column): not both")
             self._require_kind(originals)
 
     def _require_kind(self, originals: Originals) -> None:
@@ -436,7 +445,7 @@ class Reranker:
         )
 
     def _read(self, wanted: Mapping[str, Hit]) -> Iterator[tuple[Originals, NDArray[np.int64]]]:
-        """Yield the given originals, or texts in the metadata, with row numbers."""
+        """Yield the given originals, or those that the metadata holds, with row numbers."""
         if self.originals is not None:
             rows = [self._rows[name] for name in wanted if name in self._rows]
             if rows:
@@ -447,10 +456,23 @@ class Reranker:
                     f"{self.originals.ids[0]!r}: ids are {self.originals.ids_are}"
                 )
             return
-        texts = {name: text for name, hit in wanted.items() if (text := (hit.metadata or {}).get(TEXT)) and isinstance(text, str)}
-        if texts:
-            found = Texts(hf.Dataset.from_dict({ID: [*texts], TEXT: [*texts.values()], METADATA: [None] * len(texts)}))
+        key = TEXT if self.address_column is None else self.address_column
+        held = {
+            name: value for name, hit in wanted.items() if (value := (hit.metadata or {}).get(key)) and isinstance(value, str)
+        }
+        if held:
+            found = self._from_metadata(held)
             self._require_kind(found)
-            yield found, np.arange(len(texts))
+            yield found, np.arange(len(held))
+        elif wanted and self.address_column is not None:
+            raise XcompatError(
+                f"no candidate has an address in its metadata under {key!r}; choose another key (--address-column)"
+            )
         elif wanted:
             raise XcompatError("this gallery stores no texts to re-embed; set its images or texts (--originals)")
+
+    def _from_metadata(self, held: Mapping[str, str]) -> Originals:
+        """Return the texts in the metadata, or the images at the addresses in it."""
+        if self.address_column is not None:
+            return fetch_images(held, self.allow_private_addresses)
+        return Texts(hf.Dataset.from_dict({ID: [*held], TEXT: [*held.values()], METADATA: [None] * len(held)}))

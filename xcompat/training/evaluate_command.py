@@ -141,7 +141,7 @@ def evaluate_checkpoint(
     contestants = embed_new(model, test.embed(old_model, cache_dir), independent, test, cache_dir)
     method = model.config.model_type.removeprefix("xcompat-")
     asked = use_chosen_reranking(settings or EvaluationSettings(), model)
-    return _finish(make_report(contestants, test, asked, method, 0, run=provenance()), output)
+    return _finish(make_report(contestants, test, asked, method, 0, new=model, run=provenance()), output)
 
 
 def plain_model(model: CompatModel) -> Embedder | None:

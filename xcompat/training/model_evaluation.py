@@ -19,6 +19,7 @@ from xcompat.evaluation import EmbeddedTexts, EvaluatedModel, EvaluatedModels, E
 from xcompat.evaluation.cases import WITHOUT_MEMORY, backfill_losses
 from xcompat.evaluation.evaluated_models import C
 from xcompat.heads import slerp
+from xcompat.mapping.query_cost import describe_rerank_cost
 from xcompat.models import CompatModel
 from xcompat.models.embedder import Embedder, load_embedder, penultimate_embedder
 from xcompat.models.query_memory import QueryMemory
@@ -273,6 +274,7 @@ def make_report(
     method: str,
     seed: int,
     shared: bool = False,
+    new: CompatModel | None = None,
     **about: Any,  # noqa: ANN401
 ) -> ReportContent:
     """Evaluate, and return the report's content.
@@ -284,9 +286,13 @@ def make_report(
         method: method name.
         seed: random seed for bootstrap, examples and t-SNE.
         shared: whether all processes call this and share the queries.
+        new: the new model, to measure the cost of re-ranking.
         about: ``seconds``, ``run`` and ``training`` of :class:`ReportContent`.
     """
     evaluation, kept = evaluate_cases(contestants, settings, seed, shared)
+    if settings.rerank and new is not None and is_main_process():
+        cost = describe_rerank_cost(Embedder.from_model(new, "own"), _count_reranked(settings))
+        evaluation = replace(evaluation, notes=[*evaluation.notes, cost])
     examples = []
     if test and settings.examples and is_main_process():  # of all rows, as ``kept`` numbers them otherwise
         searched = contestants.old if contestants.upgraded is None else contestants.upgraded

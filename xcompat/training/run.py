@@ -334,6 +334,7 @@ class StageRun(Stage):
             self.settings.method,
             self.recipe.seed,
             shared=True,
+            new=model,
             run=provenance(),
             **about,
         )
