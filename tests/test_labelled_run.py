@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import yaml
+from conftest import store
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
@@ -37,7 +38,7 @@ from xcompat.mapping.candidates import LINES
 from xcompat.mapping.held_out import Trial
 from xcompat.mapping.selection import OLD_SHARES, Choice
 from xcompat.methods import METHODS
-from xcompat.models.embedder import Embedder, load_checkpoint, load_embedder
+from xcompat.models.embedder import load_checkpoint, load_embedder
 from xcompat.report import load_report
 from xcompat.report.wording import NOT_SHOWN
 from xcompat.retrieval import Gallery
@@ -67,7 +68,6 @@ MODALITY = {
 
 
 def write_classes(folder: Path, per_class: int, seed: int) -> str:
-    """Write images of four classes, each of its own colour with noise."""
     generator = np.random.default_rng(seed)
     for number, name in enumerate(CLASSES):
         (folder / name).mkdir(parents=True)
@@ -108,6 +108,30 @@ def recipe_of(raw: dict[str, Any], **changes: Any) -> Recipe:
     return parse_recipe({**raw, **changes}, "demo", "demo.yaml")
 
 
+def recipe_for(method: str, trained: dict[str, Any], folder: Path, **changes: Any) -> Recipe:
+    """Return the recipe of a method; a map takes the independent model as the new one."""
+    new = {"new": trained["independent"]} if METHODS[method].embeds_in_memory else {}
+    return recipe_of(trained, method=method, output_dir=str(folder), **{"options": OPTIONS.get(method, {}), **new, **changes})
+
+
+@pytest.fixture
+def left(trained: dict[str, Any], folders: dict[str, str], tmp_path: Path) -> str:
+    model = AutoModel.from_pretrained(trained["old"])
+    labelled = [load_labelled(folders[name]) for name in ("train", "test")]
+    ids = [name for side in labelled for name in side.dataset["id"]]
+    images = [open_image(record["image"]) for side in labelled for record in side.dataset]
+    with torch.inference_mode():
+        embeds = model.embed_images(model.processor.images(images)).numpy()
+    return write_left(tmp_path / "left", embeds, ids)
+
+
+def write_left(folder: Path, embeds: np.ndarray, ids: list[str]) -> str:
+    folder.mkdir()
+    np.save(folder / "image_embeds.npy", embeds)
+    (folder / "image_ids.txt").write_text("\n".join(ids) + "\n")
+    return str(folder)
+
+
 def test_a_limit_that_leaves_both_models_the_same_images_is_said(
     folders: dict[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -128,10 +152,7 @@ def test_a_limit_that_leaves_both_models_the_same_images_is_said(
 
 @pytest.mark.parametrize("method", mostly_nightly(["bct", "oca", "query_map", "ridge"], ("oca", "ridge").__contains__))
 def test_queries_remember_classes(method: str, trained: dict[str, Any], tmp_path: Path) -> None:
-    changes: dict[str, Any] = {"method": method, "options": OPTIONS.get(method, {}), "output_dir": str(tmp_path / "run")}
-    if METHODS[method].embeds_in_memory:
-        changes["new"] = trained["independent"]
-    run_recipe(recipe_of(trained, **changes, memory="classes", searched_classes="known"))
+    run_recipe(recipe_for(method, trained, tmp_path / "run", memory="classes", searched_classes="known"))
     said = read_json(tmp_path / "run" / CHOICE)
     assert set(said["floor"]) == {"known classes"}
     assert {trial["line"] for trial in said["trials"]} == {method}
@@ -158,9 +179,8 @@ def test_upgrades_of_galleries_remember_classes(
 ) -> None:
     if guessed:
         monkeypatch.setattr("xcompat.mapping.folds.FEWEST", 100)
-    changes: dict[str, Any] = {"method": method, "memory": "classes", "searched_classes": "known"}
-    changes |= {"side_info": trained["old"]} if method == "fct" else {"options": {"direction": "old_to_new"}}
-    run_recipe(recipe_of(trained, **changes, new=trained["independent"], output_dir=str(tmp_path / "run")))
+    changes = {"side_info": trained["old"]} if method == "fct" else {"options": {"direction": "old_to_new"}}
+    run_recipe(recipe_for(method, trained, tmp_path / "run", memory="classes", searched_classes="known", **changes))
     said, report = read_json(tmp_path / "run" / CHOICE), load_report(tmp_path / "run")
     model = load_checkpoint(str(tmp_path / "run" / "model"))
     if guessed:
@@ -175,8 +195,7 @@ def test_upgrades_of_galleries_remember_classes(
 
 def test_queries_of_new_classes_are_judged_by_themselves(trained: dict[str, Any], tmp_path: Path) -> None:
     data = trained["data"] | {"subset": {"scenario": "extended-class", "fraction": 0.5, "side": "old"}}
-    changes = {"method": "ridge", "new": trained["independent"], "data": data, "output_dir": str(tmp_path / "run")}
-    run_recipe(recipe_of(trained, **changes))
+    run_recipe(recipe_for("ridge", trained, tmp_path / "run", data=data))
     sizes = {case.population: (case.n_queries, case.n_gallery) for case in load_report(tmp_path / "run").cases}
     assert sizes == {"all": (12, 12), "known": (6, 12), "new": (6, 12), "new in the whole gallery": (6, 24)}
 
@@ -219,15 +238,12 @@ def test_without_a_method_the_map_is_chosen(trained: dict[str, Any], tmp_path: P
 
 @pytest.mark.parametrize("method", mostly_nightly([*SEEN, *MAPS], (*METHOD_OF_EACH_KIND, "oca").__contains__))
 def test_every_method_runs_and_is_judged(method: str, trained: dict[str, Any], tmp_path: Path) -> None:
-    changes: dict[str, Any] = {"method": method, "options": OPTIONS.get(method, {}), "output_dir": str(tmp_path / "run")}
-    if METHODS[method].embeds_in_memory:
-        changes["new"] = trained["independent"]
-    run_recipe(recipe_of(trained, **changes, evaluation=trained["evaluation"] | {"rerank": 3}))
+    run_recipe(recipe_for(method, trained, tmp_path / "run", evaluation=trained["evaluation"] | {"rerank": 3}))
     report = load_report(tmp_path / "run")
     cases = {case.label: case for case in report.cases}
     assert cases.pop("new+rerank/old").metrics.keys() == cases["new/old"].metrics.keys()
     assert any("Re-ranking embeds at most 3 images per query" in note for note in report.notes)
-    mapped = {"mapped/mapped"} if METHODS[method].maps_galleries_with(changes["options"]) else set()
+    mapped = {"mapped/mapped"} if METHODS[method].maps_galleries_with(OPTIONS.get(method, {})) else set()
     model = AutoModel.from_pretrained(tmp_path / "run" / "model")
     if model.stores_view and (model.embeds_in_memory or model.stored_dim != model.config.embedding_dim):
         mapped = {"new/backfilled"}
@@ -252,11 +268,8 @@ def test_queries_that_are_trained_on_are_counted(
     for number in range(2):
         shutil.copy(Path(folders["train"]) / "cat" / f"0-{number}.png", tmp_path / "mixed" / "cat" / f"again-{number}.png")
     stage = {"method": "procrustes", "new": trained["independent"]}
-    data = {
-        "images": {"path": folders["train"]},
-        "queries": {"path": str(tmp_path / "mixed")},
-        "gallery": {"path": folders["train"]},
-    }
+    sides = {"images": folders["train"], "queries": str(tmp_path / "mixed"), "gallery": folders["train"]}
+    data = {side: {"path": path} for side, path in sides.items()}
     run_recipe(recipe_of(trained, output_dir=str(tmp_path / "run"), stages=[stage], data=data, independent=None))
     said = " ".join(capsys.readouterr().out.split())
     assert "2 of 14 images of data.queries are also in data.images, so the result will be too optimistic" in said
@@ -342,19 +355,21 @@ def test_a_map_of_penultimate_features_is_not_judged_on_another_model(trained: d
         ({"method": "bct", "data": MODALITY}, "an image encoder has no tokenizer"),
         (PENULTIMATE | {"data": "pairs"}, "data.test has captions.*set options.input to embedding"),
         (PENULTIMATE | {"new": "plain"}, "has no penultimate features.*set options.input to embedding"),
+        ({"method": "query_map", "new": "left"}, "contains embeddings, not a model; set new to a model"),
     ],
 )
 def test_impossible_stages_are_refused(
     changes: dict[str, Any],
     message: str,
     trained: dict[str, Any],
+    left: str,
     image_folder_of: dict[str, str],
     pairs_folder: str,
     tmp_path: Path,
 ) -> None:
-    named = {"data": {"pairs": {"test": {"path": pairs_folder}}}, "new": {"plain": image_folder_of["resnet"]}}
-    named["new"]["trained"] = trained["independent"]
-    changes = {key: named[key][value] if isinstance(value, str) and key in named else value for key, value in changes.items()}
+    named = {"pairs": {"test": {"path": pairs_folder}}, "plain": image_folder_of["resnet"], "left": left}
+    named["trained"] = trained["independent"]
+    changes = {key: named.get(value, value) if isinstance(value, str) else value for key, value in changes.items()}
     with pytest.raises(XcompatError, match=message):
         run_recipe(recipe_of(trained, output_dir=str(tmp_path / "run"), **changes))
     assert not (tmp_path / "run" / "checkpoints").exists()
@@ -368,20 +383,15 @@ def test_impossible_stages_are_refused(
         ({"old": "stored"}, "has no embedding of 23 of 24 images"),
         ({"method": "bt2", "options": {"extra_dim": 9}}, "extra_dim from 1 to the old dimension 8"),
         ({"method": "mixbct", "options": {"extra_dim": 4}}, "the new dimension 12 must equal the old, 8"),
-        (
-            {"method": "nccl", "options": {"dim": 8}, "old": "stage:wider"},
-            "at least the 12 dimensions .* give 8",
-        ),
+        ({"method": "nccl", "options": {"dim": 8}, "old": "stage:wider"}, "at least the 12 dimensions .* give 8"),
     ],
 )
 def test_a_later_stage_that_cannot_work_is_refused_before_the_first_is_trained(
     changes: dict[str, Any], message: str, trained: dict[str, Any], folders: dict[str, str], tmp_path: Path
 ) -> None:
-    (tmp_path / "stored").mkdir()
-    np.save(tmp_path / "stored" / "image_embeds.npy", np.ones((1, 8), np.float32))
-    (tmp_path / "stored" / "image_ids.txt").write_text(str(load_labelled(folders["train"]).dataset["id"][0]))
     if changes.get("old") == "stored":
-        changes = {**changes, "old": str(tmp_path / "stored")}
+        some = load_labelled(folders["train"]).dataset["id"][:1]
+        changes = {**changes, "old": write_left(tmp_path / "stored", np.ones((1, 8), np.float32), some)}
     first = {"name": "plain", "method": "independent", "old": None, "independent": None, "options": {"dim": 8}}
     wider = {"name": "wider", "method": "oca", "old": "stage:plain", "options": {"extra_dim": 4}}
     last = {"name": "last", "method": "bct", "old": "stage:plain", **changes}
@@ -390,61 +400,31 @@ def test_a_later_stage_that_cannot_work_is_refused_before_the_first_is_trained(
     assert not (tmp_path / "run").exists()
 
 
-def what_is_left(trained: dict[str, Any], folders: dict[str, str], folder: Path) -> str:
-    """Write the old model's embeddings of all images, as they would be left when it is gone."""
-    model = AutoModel.from_pretrained(trained["old"])
-    labelled = [load_labelled(folders[name]) for name in ("train", "test")]
-    ids = [name for side in labelled for name in side.dataset["id"]]
-    images = [open_image(record["image"]) for side in labelled for record in side.dataset]
-    with torch.inference_mode():
-        embeds = model.embed_images(model.processor.images(images)).numpy()
-    folder.mkdir()
-    np.save(folder / "image_embeds.npy", embeds)
-    (folder / "image_ids.txt").write_text("\n".join(ids) + "\n")
-    return str(folder)
-
-
-def test_old_captions_are_embedded_row_by_row(old_folder: str, tmp_path: Path) -> None:
-    raw = {"method": "procrustes", "old": old_folder, "new": old_folder, "cache_dir": str(tmp_path), "data": MODALITY}
-    recipe = parse_recipe(raw, "demo", "demo.yaml")
-    stage = Stage(recipe, recipe.stages[0])
-    old = stage.frozen("old")
-    assert isinstance(old, Embedder)
-    captions = [record["caption"] for record in stage.images.dataset]
-    expected = old.embed(old.processor.texts(captions))
-    assert np.allclose(stage.cache(old)[:], expected.numpy(), atol=1e-3)
-    assert not np.allclose(stage.cache(stage.embedder("new"))[:], expected.numpy(), atol=0.1)
-
-
 @pytest.mark.parametrize("method", mostly_nightly(["bct", "oca", "query_map"], "query_map".__eq__))
 def test_an_old_text_encoder_is_searched_by_images(method: str, trained: dict[str, Any], old_folder: str, tmp_path: Path) -> None:
-    raw = {"method": method, "old": old_folder, "independent": trained["independent"], "output_dir": str(tmp_path / "run")}
-    new = {"new": trained["independent"]} if METHODS[method].embeds_in_memory else {}
     evaluation = {**trained["evaluation"], "old_on_new": True}
-    run_recipe(recipe_of(trained, **raw, **new, options=OPTIONS.get(method, {}), data=MODALITY, evaluation=evaluation))
+    run_recipe(recipe_for(method, trained, tmp_path / "run", old=old_folder, data=MODALITY, evaluation=evaluation))
     cases = {case.label: case for case in load_report(tmp_path / "run").cases}
     assert cases["old/old"].metrics["cmc@1"] > 0.2  # names search names; those of one class are equal
     assert {"new/old", "old/new", "new/new"} <= cases.keys()
 
 
 @pytest.mark.parametrize("method", mostly_nightly(["bct", "l2", "query_map", "fct"], ("bct", "fct").__contains__))
-def test_embeddings_replace_a_lost_model(method: str, trained: dict[str, Any], folders: dict[str, str], tmp_path: Path) -> None:
+def test_embeddings_replace_a_lost_model(method: str, trained: dict[str, Any], left: str, tmp_path: Path) -> None:
     """Old embeddings of fct are also its side-information."""
-    stored = what_is_left(trained, folders, tmp_path / "left")
-    new = {"new": trained["independent"]} if METHODS[method].embeds_in_memory else {}
-    for name, old in (("gone", stored), ("here", trained["old"])):
-        raw = {"method": method, "old": old, "output_dir": str(tmp_path / name), "cache_dir": str(tmp_path / f"cache-{name}")}
-        run_recipe(recipe_of(trained, **raw, **new, side_info=old if method == "fct" else None))
+    for name, old in (("gone", left), ("here", trained["old"])):
+        more = {"cache_dir": str(tmp_path / f"cache-{name}"), "side_info": old if method == "fct" else None}
+        run_recipe(recipe_for(method, trained, tmp_path / name, old=old, **more))
     gone, here = ({case.label: case.metrics for case in load_report(tmp_path / name).cases} for name in ("gone", "here"))
     assert gone["old/old"] == pytest.approx(here["old/old"]) and gone["new/old"] == pytest.approx(here["new/old"], abs=0.1)
 
 
 def test_a_chosen_map_mixes_in_queries_of_old_models_but_not_of_old_embeddings(
-    trained: dict[str, Any], folders: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    trained: dict[str, Any], left: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A search cannot embed its query with a folder of embeddings."""
     monkeypatch.setattr(Trial, "is_surely_no_worse", False)
-    for name, old in (("gone", what_is_left(trained, folders, tmp_path / "left")), ("here", trained["old"])):
+    for name, old in (("gone", left), ("here", trained["old"])):
         raw = {"old": old, "new": trained["independent"], "output_dir": str(tmp_path / name)}
         run_recipe(recipe_of(trained, **raw, evaluation=None))
         shares = {trial["old_share"] for trial in read_json(tmp_path / name / CHOICE)["trials"]}
@@ -453,32 +433,29 @@ def test_a_chosen_map_mixes_in_queries_of_old_models_but_not_of_old_embeddings(
             assert AutoModel.from_pretrained(tmp_path / name / "model").config.old_share is None
 
 
-def test_an_index_a_gallery_or_a_table_replaces_an_old_model(
-    trained: dict[str, Any], folders: dict[str, str], tmp_path: Path
-) -> None:
-    folder = Path(what_is_left(trained, folders, tmp_path / "left"))
+def test_an_index_a_gallery_or_a_table_replaces_an_old_model(trained: dict[str, Any], left: str, tmp_path: Path) -> None:
+    folder = Path(left)
     embeds, ids = np.load(folder / "image_embeds.npy"), (folder / "image_ids.txt").read_text().split("\n")[:-1]
     unit = (embeds / np.linalg.norm(embeds, axis=1, keepdims=True)).astype(np.float32)
     index = faiss.IndexFlatIP(unit.shape[1])
     index.add(unit)
     faiss.write_index(index, str(tmp_path / "own.faiss"))
     made_by = Fingerprint.from_string("the old model")
-    gallery = Gallery.create(tmp_path / "gallery", made_by, unit.shape[1])
-    gallery.add(unit, ids)
-    gallery.commit()
-    raw = {"method": "ridge", "new": trained["independent"]}
+    store(Gallery.create(tmp_path / "gallery", made_by, unit.shape[1]), unit, ids)
     with pytest.raises(XcompatError, match="own.faiss has no ids; write the id of each vector to own.ids.txt beside it"):
-        run_recipe(recipe_of(trained, **raw, old=str(tmp_path / "own.faiss"), output_dir=str(tmp_path / "none")))
+        run_recipe(recipe_for("ridge", trained, tmp_path / "none", old=str(tmp_path / "own.faiss")))
     shutil.copy(folder / "image_ids.txt", tmp_path / "own.ids.txt")
     found = {}
     pq.write_table(pa.table({"doc_id": ids, "vector": list(unit)}), tmp_path / "own.parquet")
     for old in ("left", "own.faiss", "gallery", "own.parquet"):
         out = tmp_path / f"run-{old}"
-        run_recipe(recipe_of(trained, **raw, old=str(tmp_path / old), output_dir=str(out), cache_dir=str(tmp_path / "cache")))
+        run_recipe(recipe_for("ridge", trained, out, old=str(tmp_path / old), cache_dir=str(tmp_path / "cache")))
         found[old] = {case.label: case.metrics for case in load_report(out).cases}
     for old in ("own.faiss", "gallery", "own.parquet"):
         assert found[old]["new/old"] == pytest.approx(found["left"]["new/old"])
     assert AutoModel.from_pretrained(tmp_path / "run-gallery" / "model").compatible_with[0] == made_by
+    with pytest.raises(XcompatError, match="contains embeddings, not a model; set independent to a model"):
+        run_recipe(recipe_for("ridge", trained, tmp_path / "other", independent=left))
 
 
 def test_prototypes_alone_train_what_learns_from_prototypes(trained: dict[str, Any], tmp_path: Path) -> None:
@@ -490,10 +467,8 @@ def test_prototypes_alone_train_what_learns_from_prototypes(trained: dict[str, A
     embed_recipe(alone)
     run_recipe(alone)
     for method in {*SEEN, *MAPS} - {"bct", "oca"}:
-        changes = {"method": method, "old": str(left), "options": OPTIONS.get(method, {}), "output_dir": str(tmp_path / method)}
-        new = {"new": trained["independent"]} if METHODS[method].embeds_in_memory else {}
         with pytest.raises(XcompatError, match=f"{method} needs an old embedding of every training image, but .* only class"):
-            run_recipe(recipe_of(trained, **changes, **new))
+            run_recipe(recipe_for(method, trained, tmp_path / method, old=str(left)))
     with pytest.raises(XcompatError, match="contains only class prototypes.*set evaluation to null"):
         run_recipe(recipe_of(trained, method="bct", output_dir=str(tmp_path / "judged"), old=str(left)))
 
@@ -509,28 +484,15 @@ def test_prototypes_alone_train_what_learns_from_prototypes(trained: dict[str, A
     ],
 )
 def test_bad_rows_are_refused(rows: np.ndarray, lines: list[str], message: str, trained: dict[str, Any], tmp_path: Path) -> None:
-    left = tmp_path / "left"
-    left.mkdir()
-    np.save(left / "image_embeds.npy", rows)
-    (left / "image_ids.txt").write_text("\n".join(lines) + "\n")
     with pytest.raises(XcompatError, match=message):
-        run_recipe(recipe_of(trained, method="l2", old=str(left), output_dir=str(tmp_path / "run")))
+        run_recipe(recipe_for("l2", trained, tmp_path / "run", old=write_left(tmp_path / "left", rows, lines)))
     assert not (tmp_path / "run" / "checkpoints").exists()
-
-
-@pytest.mark.parametrize("role", ["new", "independent"])
-def test_embeddings_replace_no_new_model(role: str, trained: dict[str, Any], folders: dict[str, str], tmp_path: Path) -> None:
-    stored = what_is_left(trained, folders, tmp_path / "left")
-    method, roles = "query_map", {"new": trained["independent"], role: stored}
-    with pytest.raises(XcompatError, match=f"contains embeddings, not a model; set {role} to a model"):
-        run_recipe(recipe_of(trained, method=method, **roles, output_dir=str(tmp_path / "run")))
 
 
 def test_online_equals_cached_unaugmented(trained: dict[str, Any], tmp_path: Path) -> None:
     for name in ("cached", "online"):
-        changes = {"method": "bt2", "options": OPTIONS["bt2"], "output_dir": str(tmp_path / name), "evaluation": None}
-        changes["data"] = {**trained["data"], "old_embeddings": name, "new_embeddings": name}
-        run_recipe(recipe_of(trained, **changes))
+        data = {**trained["data"], "old_embeddings": name, "new_embeddings": name}
+        run_recipe(recipe_for("bt2", trained, tmp_path / name, evaluation=None, data=data))
     cached, online = (AutoModel.from_pretrained(tmp_path / name / "model").state_dict() for name in ("cached", "online"))
     for name, tensor in cached.items():
         torch.testing.assert_close(online[name], tensor, atol=1e-3, rtol=1e-2)  # the cache is float16
@@ -558,8 +520,7 @@ def test_what_could_not_be_embedded_is_not_trained_on(
 ) -> None:
     """An image whose storage failed while it was embedded, and was well again when it was trained on."""
     data = {**trained["data"], "images": {"path": folders["train"], "max_bad_share": 0.5}}
-    changes: dict[str, Any] = {"method": method, "options": OPTIONS.get(method, {}), "data": data, "evaluation": None}
-    recipe = recipe_of(trained, **changes, output_dir=str(tmp_path / "run"), cache_dir=str(tmp_path / "cache"))
+    recipe = recipe_for(method, trained, tmp_path / "run", data=data, evaluation=None, cache_dir=str(tmp_path / "cache"))
 
     def failing(image: Any) -> Image.Image:
         image = open_image(image)
@@ -608,12 +569,11 @@ def test_a_name_means_one_image(tmp_path: Path, caplog: pytest.LogCaptureFixture
     ],
 )
 def test_queries_are_not_mixed_with_old_ones_that_are_not_there(
-    changes: dict[str, Any], message: str, trained: dict[str, Any], folders: dict[str, str], tmp_path: Path
+    changes: dict[str, Any], message: str, trained: dict[str, Any], left: str, tmp_path: Path
 ) -> None:
-    what_is_left(trained, folders, tmp_path / "left")
     changes = {"method": "procrustes", **changes, "data": {**trained["data"], **changes.get("data", {})}}
     if "old" in changes:
-        changes["old"] = str(tmp_path / changes["old"])
+        changes["old"] = left
     stages = [{"name": "first", "method": "ridge"}, {"name": "second", "evaluation": {"slerp": 0.5}, **changes}]
     with pytest.raises(XcompatError, match=f"second: evaluation.slerp needs old queries, but .*{message}"):
         run_recipe(recipe_of(trained, new=trained["independent"], stages=stages, output_dir=str(tmp_path / "run")))
@@ -634,15 +594,8 @@ def test_a_sequence_of_updates_is_judged_on_every_earlier_gallery(trained: dict[
     assert first.shape == (3, 8) and torch.allclose(first, torch.nn.functional.normalize(embeds[:, :8], dim=-1))
     table = pd.read_csv(tmp_path / "run" / "sequence.csv")
     pairs = set(zip(table["query"], table["gallery"], strict=True))
-    triangle = {
-        ("old", "old"),
-        ("second", "old"),
-        ("second", "second"),
-        ("third", "old"),
-        ("third", "second"),
-        ("third", "third"),
-    }
-    assert pairs == triangle
+    models = ["old", "second", "third"]
+    assert pairs == {(query, gallery) for number, query in enumerate(models) for gallery in models[: number + 1]}
     (against,) = (tmp_path / "run").glob("against-*")
     report = {case.label: case.metrics["cmc@1"] for case in load_report(against).cases}
     assert report["new/old"] == table.query("query == 'third' and gallery == 'old' and metric == 'cmc@1'")["value"].item()
