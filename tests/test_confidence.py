@@ -11,16 +11,15 @@ import faiss
 import numpy as np
 import pytest
 import torch
-from conftest import unit
+from conftest import Run, store, unit
 from hypothesis import given
 from hypothesis import strategies as st
 from schedule import mostly_nightly
 from sklearn.metrics import roc_auc_score
 from test_map import made, write
 from transformers import AutoModel
-from typer.testing import CliRunner
 
-from xcompat import Fingerprint, XcompatError, cli
+from xcompat import Fingerprint, XcompatError
 from xcompat.evaluation import ranking_per_query
 from xcompat.evaluation.selective import area_under_roc, calibration_error, risk_coverage
 from xcompat.heads import slerp
@@ -60,7 +59,7 @@ def test_an_area_is_what_a_loop_over_pairs_gives(drawn: list[tuple[int, bool]]) 
     assert twice == pytest.approx(area), "what is said twice of one thing makes nobody surer"
 
 
-def test_an_interval_of_an_area_holds_it() -> None:
+def test_intervals_errors_and_risks_are_what_loops_give() -> None:
     """Of 300 draws of a score whose area is known, about 95 % hold it."""
     draw, held = np.random.default_rng(0), 0
     for _ in range(300):
@@ -68,9 +67,6 @@ def test_an_interval_of_an_area_holds_it() -> None:
         area = area_under_roc(draw.standard_normal(200) + better, better)  # P(N(1, 2) > 0) = 0.760
         held += area.low < 0.7602 < area.high
     assert 0.91 < held / 300 < 0.99
-
-
-def test_errors_and_risks_are_what_loops_give() -> None:
     draw = np.random.default_rng(1)
     sure, hurt = draw.random(57), draw.random(57) < 0.4
     order = sorted(range(57), key=lambda row: sure[row])
@@ -88,16 +84,12 @@ def drawn_evidence(rows: int, slope: float, offset: float) -> Evidence:
     return Evidence(leaning, hurt, np.arange(rows) % 2, np.arange(rows))
 
 
-def test_what_was_planted_is_found() -> None:
+def test_what_was_planted_is_found_and_judged_by_the_other_fold() -> None:
     found, why = calibrate(drawn_evidence(20_000, 3.0, -1.0))
     assert found is not None and not why
     assert (found.slope, found.offset) == (pytest.approx(3.0, abs=0.2), pytest.approx(-1.0, abs=0.1))
     assert found.error < 0.02 and found.area.low > 0.65 and list(found.risk) == [1.0, 0.9, 0.75, 0.5, 0.25]
     assert found.risk[1.0] == pytest.approx(found.hurt) and found.risk[0.25] < found.risk[0.75] < found.hurt
-
-
-def test_a_fold_judges_what_the_other_one_taught() -> None:
-    """Folds that say the opposite: what is fitted on one is wrong on the other."""
     evidence = drawn_evidence(4000, 6.0, -3.0)
     turned = replace(evidence, hurt_Q=evidence.hurt_Q ^ (evidence.folds_Q == 1))
     found, why = calibrate(turned)
@@ -146,16 +138,15 @@ def test_who_was_hurt_is_what_the_folds_say(monkeypatch: pytest.MonkeyPatch) -> 
     assert choice.confidence is not None and as_json(choice)["confidence"]["hurt"] == pytest.approx(np.mean(hurt))
 
 
-def test_a_map_says_how_sure_its_queries_are(tmp_path: Path) -> None:
+def test_a_map_says_how_sure_its_queries_are(tmp_path: Path, run_xcompat: Run) -> None:
     pairs = made(new_noise=0.8, old_noise=1.4)
     assert pairs.labels_N is not None
     old = write(tmp_path / "old", pairs.old_Nd, labels=[f"class {label:02}" for label in pairs.labels_N])
     command = ["map", "--old", str(old), "--new", str(write(tmp_path / "new", pairs.new_ND)), "--out", str(tmp_path / "out")]
-    done = CliRunner().invoke(cli.app, [*command, "--searched-classes", "open", "--allow-worse"])
-    assert done.exit_code == 0, done.output
+    out = run_xcompat.output(*command, "--searched-classes", "open", "--allow-worse")
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     model, said = AutoModel.from_pretrained(tmp_path / "out" / "model"), report["confidence"]
-    assert model.config.memory["confident"] and "probability that" in " ".join(done.output.split())
+    assert model.config.memory["confident"] and "probability that" in " ".join(out.split())
     embeds = torch.from_numpy(np.array(pairs.new_ND))
     expected = torch.sigmoid(said["slope"] * model.memory.recall(embeds).norm(dim=1) + said["offset"])
     torch.testing.assert_close(model.confidence(embeds), expected)
@@ -232,21 +223,16 @@ class World:
         """Return a gallery of old embeddings; those of another length are an adopted index."""
         names = [str(row) for row in self.stored.tolist()]
         if length == 1:
-            gallery = Gallery.create(folder, OLD, dim=OLD_DIM, metric=metric)
-            gallery.add(self.old_Nd[self.stored], names)
-            gallery.commit()
-            return gallery
+            return store(Gallery.create(folder, OLD, dim=OLD_DIM, metric=metric), self.old_Nd[self.stored], names)
         index = faiss.IndexFlat(OLD_DIM, faiss.METRIC_L2 if metric == "l2" else faiss.METRIC_INNER_PRODUCT)
         index.add(length * self.old_Nd[self.stored])
         faiss.write_index(index, str(folder.with_suffix(".faiss")))
         return Gallery.from_faiss(folder, folder.with_suffix(".faiss"), names, OLD)
 
     def re_embed(self, gallery: Gallery, model: CompatModel, count: int) -> set[str]:
-        """Re-embed some items of a gallery, and return their ids."""
         rows = np.random.default_rng(1).permutation(self.stored)[:count]
         names = [str(row) for row in rows.tolist()]
-        gallery.add(self.new_ND[rows], names, version=model, replace=True)
-        gallery.commit()
+        store(gallery, self.new_ND[rows], names, version=model, replace=True)
         return set(names)
 
     def first_hits(self, gallery: Gallery, model: CompatModel) -> tuple[float, list[str]]:
@@ -299,13 +285,10 @@ def test_old_queries_search_a_mixed_gallery_on_one_scale(world: World, tmp_path:
     assert all(hit.standing is None for hit in hits)
 
 
-def test_a_scale_undoes_a_shift_and_a_stretch() -> None:
+def test_tails_are_those_of_a_loop_and_scales_undo_shifts() -> None:
     scores_QN = torch.from_numpy(np.random.default_rng(0).normal(0.3, 0.1, (40, 400)))
     scale = _match_tails(mean_tail(2 * scores_QN + 0.5), mean_tail(scores_QN))
     assert scale is not None and scale == pytest.approx((0.5, -0.25))
-
-
-def test_a_tail_is_read_as_in_a_naive_reference() -> None:
     scores_QN = np.random.default_rng(1).normal(size=(3, 100))
     starts, excesses = [], []
     for scores_N in scores_QN:
@@ -323,9 +306,6 @@ def test_scales_are_saved_and_change_no_fingerprint(world: World, tmp_path: Path
     assert read.score_scales == model.score_scales and read.fingerprint() == model.fingerprint()
     model.config.score_scales = None
     assert read.fingerprint() == model.fingerprint() and "score_scales" not in model.config.to_dict()
-
-
-def test_scales_that_are_none_are_refused_and_few_pairs_make_none(world: World) -> None:
     wrong = [{"new": [1, 0]}, *({"new": new, "old": [1, 0]} for new in ([0, 1], ["1", 0], [float("nan"), 0]))]
     for scales in wrong:
         with pytest.raises(XcompatError, match="expected new: "):
@@ -382,7 +362,7 @@ def test_a_map_knows_which_threshold_replaces_an_old_one(world: World, candidate
         assert abs((new_QN[is_match_QN] >= old).mean() - before) > abs(after - before), "the old number is none for new scores"
 
 
-def test_thresholds_without_labels_keep_the_number_of_hits(world: World) -> None:
+def test_thresholds_keep_the_number_of_hits_and_have_a_range(world: World) -> None:
     pairs = PairedEmbeddings(world.new_ND[world.learned], world.old_Nd[world.learned])
     model = fit(Candidate("ridge"), CandidateParts(pairs, describe_old(OLD, OLD_DIM)))
     old_QN = world.old_Nd[world.asked] @ world.old_Nd[world.stored].T
@@ -391,9 +371,6 @@ def test_thresholds_without_labels_keep_the_number_of_hits(world: World) -> None
     old = float(np.quantile(old_QN, 0.95))
     found = model.threshold(old=old)
     assert found.keeps == "hits" and (new_QN >= found.score).mean() == pytest.approx(0.05, abs=0.01)
-
-
-def test_a_threshold_that_is_not_known_is_refused(world: World) -> None:
     model = world.model(Candidate("ridge"))
     with pytest.raises(XcompatError, match=r"0.99 is unknown: .* has thresholds from .*; measure .* --threshold 0.99"):
         model.threshold(old=0.99)
