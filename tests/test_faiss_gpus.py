@@ -104,27 +104,21 @@ def test_gpus_search_where_faiss_has_kernels_for_it(factory: str, request: pytes
     assert len(copied) == (factory != "HNSW8"), "the copy is kept from query to query"
 
 
-def test_what_gpus_cannot_search_is_searched_on_the_cpu(copied: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parameters_reach_gpus_and_other_searches_the_cpu(copied: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    index, exact = built("IVF16,Flat"), np.argsort(-(QUERIES @ STORED.T), axis=1)
+    copied.clear()
+    for probed, is_exact in ((1, False), (16, True)):
+        index.set_parameters(f"nprobe={probed}")
+        assert np.array_equal(index.search(QUERIES, 5)[1], exact[:, :5]) is is_exact
+    assert copied == ["IndexIVFFlat"] * 2
     index = built("Flat")
-    exact = np.argsort(-(QUERIES @ STORED.T), axis=1)
     monkeypatch.setattr(OnGpus, "MOST", 20)
     assert np.array_equal(index.search(QUERIES, 20)[1], exact[:, :20])
     assert np.array_equal(index.search(QUERIES, 21)[1], exact[:, :21]), "more neighbours than the kernels take"
     monkeypatch.setattr(OnGpus, "search", lambda *_: pytest.fail("a filter is not for GPUs"))
     kept_N = np.arange(ROWS) % 2 == 0
     assert np.array_equal(index.search(QUERIES[:1], 5, kept_N)[1][0], [row for row in exact[0] if kept_N[row]][:5])
-    assert copied == ["IndexFlat"]
-
-
-def test_new_parameters_reach_the_gpus(copied: list[str]) -> None:
-    index = built("IVF16,Flat")
-    copied.clear()
-    exact = np.argsort(-(QUERIES @ STORED.T), axis=1)[:, :5]
-    index.set_parameters("nprobe=1")
-    assert not np.array_equal(index.search(QUERIES, 5)[1], exact)
-    index.set_parameters("nprobe=16")
-    assert np.array_equal(index.search(QUERIES, 5)[1], exact)
-    assert copied == ["IndexIVFFlat"] * 2
+    assert copied == ["IndexIVFFlat"] * 2 + ["IndexFlat"]
 
 
 @pytest.mark.parametrize(("left", "said"), [(object(), 1), (None, 0)], ids=["overwritten", "alone"])
