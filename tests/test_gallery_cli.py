@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import errno
 import signal
-from collections.abc import Callable
 from pathlib import Path
 
-import faiss
 import numpy as np
 import pytest
 import torch
-from conftest import store, write_photos
+from conftest import Run, store, write_photos
 from PIL import Image
+from test_index_gallery import write_index
 
 from xcompat import FctModel, Fingerprint
 from xcompat.core import failures
@@ -20,16 +19,13 @@ from xcompat.core.errors import XcompatError
 from xcompat.core.precision import Autocast
 from xcompat.mapping import fit_map
 from xcompat.models import embedder
-from xcompat.models.embedder import load_checkpoint, load_embedder
+from xcompat.models.embedder import Embedder, load_checkpoint, load_embedder
 from xcompat.retrieval import Gallery, commands
 from xcompat.retrieval.originals import load_originals
-
-Run = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
 def photos(tmp_path: Path) -> Path:
-    """Write a dozen coloured squares, one of them damaged."""
     folder = tmp_path / "photos"
     (folder / "inner").mkdir(parents=True)
     for number in range(120):
@@ -45,21 +41,18 @@ def test_build_search_add_and_the_rest(run: Run, photos: Path, tmp_path: Path, f
     assert (code, err) == (0, "") and "120 images added" in out and "1 cannot be read" in out
     code, out, _ = run("build", photos, "--model", model, "--out", gallery)
     assert code == 0 and "0 images added" in out and "120 were there already" in out
-    code, _, err = run("build", photos, "--model", model, "--out", gallery, "--index", "HNSW8")
-    assert code == 2 and "remove --index" in err, "what it was made with stays"
+    refused = run.refusal("build", photos, "--model", model, "--out", gallery, "--index", "HNSW8")
+    assert "remove --index" in refused, "what it was made with stays"
     code, out, _ = run("search", gallery, photos / "inner" / "7.png", "--model", model, "--top-k", 3)
     rows = [line for line in out.splitlines() if ".png" in line]
     assert code == 0 and len(rows) == 3 and "inner/7.png" in rows[0] and "1.000" in rows[0]
     code, out, _ = run("search", gallery, "a red running shoe", "--model", model)
     assert code == 0 and sum(".png" in line for line in out.splitlines()) == 10
-    code, out, _ = run("verify", gallery)
-    assert code == 0 and "is whole: 120 items" in out
+    assert "is whole: 120 items" in run.output("verify", gallery)
     code, out, _ = run("info", gallery, "--model", model)
     assert code == 0 and "120 items" in out and "yes" in out and "create" in out
-    code, out, _ = run("compact", gallery)
-    assert code == 0 and "1 segment;" in out
-    code, out, err = run("rollback", gallery, 0)
-    assert code == 2 and "has no generation 0" in err
+    assert "1 segment;" in run.output("compact", gallery)
+    assert "has no generation 0" in run.refusal("rollback", gallery, 0)
     index = gallery / "segments" / Gallery.open(gallery).segments[0].record.name / "index.faiss"
     index.write_bytes(index.read_bytes()[:-1])
     code, out, _ = run("verify", gallery)
@@ -73,54 +66,25 @@ def test_rollback_lists_states_and_returns_to_one(run: Run, tmp_path: Path) -> N
         store(gallery, np.eye(3)[:1], [name])
     code, out, _ = run("rollback", folder)
     assert code == 0 and "restored generation 2 as generation 4: 2 items" in out and "--to 3" in out
-    code, out, _ = run("rollback", folder)
-    assert code == 0 and "restored generation 1 as generation 5: 1 items" in out
-    code, out, _ = run("rollback", folder, "--list")
-    rows = [line for line in out.splitlines() if line.startswith("│")]
-    assert code == 0 and len(rows) == 6 and "rollback to 1" in rows[0] and "current" in rows[0]
+    assert "restored generation 1 as generation 5: 1 items" in run.output("rollback", folder)
+    rows = [line for line in run.output("rollback", folder, "--list").splitlines() if line.startswith("│")]
+    assert len(rows) == 6 and "rollback to 1" in rows[0] and "current" in rows[0]
     assert "create" in rows[5] and "next rollback" in rows[5]
     assert run("rollback", folder, "--to", 3)[0] == 0 and len(Gallery.open(folder)) == 3
     assert run("rollback", folder, 2)[0] == 0 and len(Gallery.open(folder)) == 2
-    code, _, err = run("rollback", folder, 2, "--to", 3)
-    assert code == 2 and "cannot be combined" in err
-    code, _, err = run("rollback", folder, "--to", 3, "--list")
-    assert code == 2 and "--list only shows the generations" in err
+    assert "cannot be combined" in run.refusal("rollback", folder, 2, "--to", 3)
+    assert "--list only shows the generations" in run.refusal("rollback", folder, "--to", 3, "--list")
 
 
 def test_a_build_from_another_folder_adds_nothing_twice(run: Run, photos: Path, tmp_path: Path, old_folder: str) -> None:
     gallery, more = tmp_path / "gallery", ("--model", old_folder)
     Gallery.create(gallery, load_embedder(old_folder))  # as a build leaves it that was stopped before its first commit
-    assert run("build", photos / "inner", *more, "--out", gallery)[0] == 0
+    run.output("build", photos / "inner", *more, "--out", gallery)
     code, out, err = run("build", photos, *more, "--out", gallery)
     assert (code, out) == (2, "") and len(Gallery.open(gallery)) == 60
     assert "none of the 121 images is in" in err and "or add these (xcompat gallery add)" in " ".join(err.split())
     assert run("add", gallery, photos, *more)[0] == 0 and len(Gallery.open(gallery)) == 180
     assert run("build", photos, *more, "--out", gallery)[0] == 0 and len(Gallery.open(gallery)) == 180  # its ids are there now
-
-
-def test_the_commands_of_the_page_on_galleries_one_after_the_other(
-    run: Run, photos: Path, tmp_path: Path, compatible_folder: str, folder_of: dict[str, str], old_folder: str
-) -> None:
-    gallery, more = tmp_path / "gallery", tmp_path / "more"
-    more.mkdir()
-    Image.new("RGB", (20, 20), "red").save(more / "red.png")
-    torch.manual_seed(0)
-    FctModel.from_encoder(folder_of["clip"], old=load_embedder(old_folder).describe_old()).export(tmp_path / "fct")
-    assert run("build", photos, "--model", old_folder, "--out", gallery)[0] == 0
-    assert run("search", gallery, "--model", compatible_folder, "a red running shoe")[0] == 0
-    assert run("add", gallery, more, "--model", compatible_folder)[0] == 0
-    assert len(Gallery.open(gallery).versions) == 2
-    code, out, _ = run("upgrade", gallery, "--model", tmp_path / "fct", "--dry-run")
-    assert code == 0 and "121 embeddings to map" in out and Gallery.open(gallery).generation == 2
-    code, out, _ = run("upgrade", gallery, "--model", tmp_path / "fct")
-    assert code == 0 and "undo with `xcompat gallery rollback" in out
-    for query in ("a red running shoe", photos / "0.png"):
-        code, out, _ = run("search", gallery, query, "--model", tmp_path / "fct", "--top-k", 200)
-        assert code == 0 and sum(".png" in line for line in out.splitlines()) == 121 and "red.png" in out
-    code, out, _ = run("rollback", gallery)
-    assert code == 0 and "restored generation 2 as generation 4: 121 items" in out
-    assert run("search", gallery, "a red running shoe", "--model", compatible_folder)[0] == 0
-    assert run("verify", gallery)[0] == 0
 
 
 @pytest.mark.parametrize("verb", [("build", "photos"), ("add", "g", "photos"), ("search", "g", "a dog"), ("upgrade", "g")])
@@ -153,9 +117,8 @@ def test_side_information_is_stored_and_an_upgrade_needs_no_images(
         ((), "have side-information, unlike these"),
         (("--side-info", other), "have side-information by another model than these items"),
     ):
-        code, _, err = run("add", gallery, more, "--model", old_folder, *given)
-        assert code == 2 and err.count("\n") == 1 and message in err
-    assert run("add", gallery, more, "--model", old_folder, "--side-info", side)[0] == 0
+        assert message in run.refusal("add", gallery, more, "--model", old_folder, *given)
+    run.output("add", gallery, more, "--model", old_folder, "--side-info", side)
     opened = Gallery.open(gallery)
     frozen = load_embedder(side)
     for segment in opened.segments:
@@ -168,8 +131,10 @@ def test_side_information_is_stored_and_an_upgrade_needs_no_images(
         FctModel.from_encoder(folder_of["clip"], old, side_info=described).save_pretrained(tmp_path / name)
     code, _, err = run("upgrade", gallery, "--model", tmp_path / "wrong")
     assert code == 2 and "was trained with side-information of" in err and "have side-information of another model" in err
+    code, out, _ = run("upgrade", gallery, "--model", tmp_path / "h", "--dry-run")
+    assert code == 0 and "121 embeddings to map" in out and len(Gallery.open(gallery).generations()) == 3
     code, out, _ = run("upgrade", gallery, "--model", tmp_path / "h")
-    assert code == 0 and "121 embeddings mapped" in out
+    assert code == 0 and "121 embeddings mapped" in out and "undo with `xcompat gallery rollback" in out
 
 
 def test_side_information_that_came_too_late_is_not_left_out_silently(
@@ -177,12 +142,11 @@ def test_side_information_that_came_too_late_is_not_left_out_silently(
 ) -> None:
     """All images are there, so nothing would be embedded; and where one is missing, none is before the refusal."""
     build = ("build", photos, "--model", old_folder, "--out", tmp_path / "gallery")
-    assert run(*build)[0] == 0
+    run.output(*build)
     before = (tmp_path / "gallery" / "gallery.json").read_bytes()
     monkeypatch.setattr("xcompat.retrieval.ingestion._embed_parts", None)
     for _ in range(2):
-        code, _, err = run(*build, "--side-info", image_folder_of["resnet"])
-        assert code == 2 and err.count("\n") == 1 and "have no side-information, unlike these items" in err
+        assert "have no side-information, unlike these items" in run.refusal(*build, "--side-info", image_folder_of["resnet"])
         Image.new("RGB", (9, 9), "red").save(photos / "zzz.png")
     assert (tmp_path / "gallery" / "gallery.json").read_bytes() == before
 
@@ -198,19 +162,16 @@ def test_a_model_that_would_split_the_gallery_is_refused(
         said = "cannot be compared with" if verb[0] == "search" else "of this gallery: use a run or map of the new model"
         assert code == 2 and err.count("\n") == 1 and said in err
     assert Gallery.open(gallery).damage() == [] and len(Gallery.open(gallery).versions) == 1
-    code, _, err = run("upgrade", gallery, *foreign)
-    assert code == 2 and "is a plain encoder and maps nothing" in err
-    code, _, err = run("add", gallery, photos, "--model", compatible_folder)
-    assert code == 2 and "embedded by another model" in err
-    code, out, _ = run("add", gallery, photos, "--model", compatible_folder, "--replace")
-    assert code == 0 and "120 images added" in out
+    assert "is a plain encoder and maps nothing" in run.refusal("upgrade", gallery, *foreign)
+    assert "embedded by another model" in run.refusal("add", gallery, photos, "--model", compatible_folder)
+    assert "120 images added" in run.output("add", gallery, photos, "--model", compatible_folder, "--replace")
     assert Gallery.open(gallery).versions == [load_embedder(compatible_folder).fingerprint]
 
 
 def test_images_are_embedded_in_the_precision_asked_for(run: Run, photos: Path, tmp_path: Path, old_folder: str) -> None:
     stored = {}
     for dtype in ("float32", "bfloat16"):
-        assert run("build", photos, "--model", old_folder, "--out", tmp_path / dtype, "--dtype", dtype)[0] == 0
+        run.output("build", photos, "--model", old_folder, "--out", tmp_path / dtype, "--dtype", dtype)
         gallery = Gallery.open(tmp_path / dtype)
         assert gallery.versions == [load_embedder(old_folder).fingerprint]
         stored[dtype] = np.concatenate([items.embeds[0] for segment in gallery.segments for _, items in segment.blocks(999)])
@@ -218,59 +179,54 @@ def test_images_are_embedded_in_the_precision_asked_for(run: Run, photos: Path, 
     assert len(cosines) == 120 and cosines.min() > 0.999 and not np.allclose(stored["float32"], stored["bfloat16"], atol=1e-5)
 
 
-def write_index(folder: Path, dim: int, rows: int) -> tuple[Path, Path]:
-    """Write a faiss index of unit vectors, and their ids."""
-    index = faiss.IndexFlatIP(dim)
-    index.add(np.eye(dim, dtype=np.float32)[:rows])
-    faiss.write_index(index, str(folder / "own.faiss"))
-    (folder / "ids.txt").write_text("".join(f"{letter}\n" for letter in "abcd"[:rows]))
-    return folder / "own.faiss", folder / "ids.txt"
+@pytest.fixture
+def index(tmp_path: Path) -> tuple[Path, Path]:
+    (tmp_path / "ids.txt").write_text("a\nb\nc\nd\n")
+    return write_index(tmp_path / "own.faiss", np.eye(4, dtype=np.float32)), tmp_path / "ids.txt"
 
 
-def test_a_faiss_index_is_adopted_by_name(run: Run, tmp_path: Path) -> None:
-    own, ids = write_index(tmp_path, 4, 4)
+def test_a_faiss_index_is_adopted_by_name(run: Run, index: tuple[Path, Path], tmp_path: Path) -> None:
+    own, ids = index
     adopt = ("build", "--from-faiss", own, "--model", "/our/clip", "--out", tmp_path / "g")
-    code, _, err = run(*adopt)
-    assert code == 2 and "holds no ids; use --ids" in err
+    assert "holds no ids; use --ids" in run.refusal(*adopt)
     for wrong, message in ((tmp_path / "no.txt", "cannot be read"), (own, "own.faiss is not UTF-8 text")):
-        code, _, err = run(*adopt, "--ids", wrong)
-        assert code == 2 and message in err and not (tmp_path / "g").exists()
+        assert message in run.refusal(*adopt, "--ids", wrong) and not (tmp_path / "g").exists()
     for more in ((tmp_path,), ("--dtype", "bfloat16")):
-        code, _, err = run("build", *more, *adopt[1:], "--ids", ids)
-        assert code == 2 and "adopts an index as it is" in err
+        assert "adopts an index as it is" in run.refusal("build", *more, *adopt[1:], "--ids", ids)
     code, out, _ = run(*adopt, "--ids", ids)
     assert code == 0 and "4 vectors of /our/clip@" in out and "/our/clip cannot embed here" in out
     code, _, err = run("build", "--from-faiss", tmp_path / "gone", *adopt[3:-1], tmp_path / "h", "--ids", ids)
     assert code == 2 and "gone does not exist; check the path" in err
 
 
-def test_a_map_has_one_fingerprint_by_its_folder_and_by_the_model_in_it(run: Run, tmp_path: Path) -> None:
+def test_a_map_has_the_fingerprint_of_the_model_in_it(run: Run, index: tuple[Path, Path], tmp_path: Path) -> None:
     """Without its encoder it cannot embed, so its galleries are known by its fingerprint."""
     new, old = np.random.default_rng(0).standard_normal((2, 30, 4))
     fit_map(old, new).save(tmp_path / "map" / "model")
     expected = load_checkpoint(str(tmp_path / "map" / "model")).stored_fingerprint()
-    own, ids = write_index(tmp_path, 4, 4)
+    own, ids = index
     for name in ("map", "map/model"):
         out = tmp_path / f"gallery of {name.partition('/')[2]}"
         code, said, err = run("adopt", own, "--ids", ids, "--model", tmp_path / name, "--out", out)
         assert code == 0 and f"4 vectors of {expected}, left in place" in said, (name, err)
 
 
-def test_metadata_are_asked_for_as_text_or_as_json(run: Run, tmp_path: Path, old_folder: str) -> None:
-    embedder, texts = load_embedder(old_folder), ["a", "b", "c"]
-    gallery = Gallery.create(tmp_path / "gallery", embedder)
+def test_metadata_are_asked_for_as_text_or_as_json(run: Run, tmp_path: Path, old_folder: str, old: Embedder) -> None:
+    names = ["item-a", "item-b", "item-c"]
     about = [{"year": 2020, "new": True}, {"year": "2020"}, {"year": 1999}]
-    store(gallery, embedder.embed(embedder.processor.texts(texts)), [f"item-{text}" for text in texts], about)
-    for where, expected in (("year=2020", {"a", "b"}), ("new=true", {"a"}), ("year=1999", {"c"}), ("year=", set())):
-        code, out, _ = run("search", gallery.path, "a dog", "--model", old_folder, "--where", where)
-        assert code == 0 and {text for text in texts if f"item-{text}" in out} == expected, where
-    several = ("--where", "year=1999", "--where", "new=true", "--where", "year=2020")
-    code, out, _ = run("search", gallery.path, "a dog", "--model", old_folder, *several)
-    assert code == 0 and {text for text in texts if f"item-{text}" in out} == {"a"}, "any year of these, and new"
-    code, out, _ = run("search", gallery.path, "a dog", "--model", old_folder, *several[:2], *several[4:])
-    assert code == 0 and {text for text in texts if f"item-{text}" in out} == {"a", "b", "c"}
-    code, _, err = run("search", gallery.path, "a dog", "--model", old_folder, "--where", "year")
-    assert code == 2 and "filter 'year' is not KEY=VALUE" in err
+    gallery = store(Gallery.create(tmp_path / "gallery", old), old.embed(old.processor.texts(names)), names, about)
+    asked = ("search", gallery.path, "a dog", "--model", old_folder, "--where")
+    for where, expected in (
+        (("year=2020",), "ab"),
+        (("new=true",), "a"),
+        (("year=1999",), "c"),
+        (("year=",), ""),
+        (("year=1999", "--where", "new=true", "--where", "year=2020"), "a"),  # any of these years, and new
+        (("year=1999", "--where", "year=2020"), "abc"),
+    ):
+        code, out, _ = run(*asked, *where)
+        assert code == 0 and [name for name in names if name in out] == [f"item-{letter}" for letter in expected], where
+    assert "filter 'year' is not KEY=VALUE" in run.refusal(*asked, "year")
 
 
 @pytest.mark.parametrize(
@@ -279,10 +235,7 @@ def test_metadata_are_asked_for_as_text_or_as_json(run: Run, tmp_path: Path, old
         (("build", "nowhere", "--model", "x"), "x"),
         (("build",), "name the model with --model"),
         (("build", "photos", "--model", "x", "--ids", "ids.txt"), "--ids works only with vectors; remove it"),
-        (
-            ("upgrade", "gallery", "--model", "x", "--budget", "9"),
-            "--budget applies to re-embedded images: add --backfill",
-        ),
+        (("upgrade", "gallery", "--model", "x", "--budget", "9"), "--budget applies to re-embedded images: add --backfill"),
         (("upgrade", "gallery", "--model", "x", "--dtype", "bfloat16"), "--dtype applies to re-embedded images"),
         (("search", "nowhere", "text", "--model", "x"), "nowhere is not a gallery"),
         (("verify", "nowhere"), "nowhere is not a gallery"),
@@ -301,25 +254,22 @@ def test_further_columns_beside_images_are_metadata(
     table = [("file_name", "caption", "colour"), *rows]
     (photos / "metadata.csv").write_text("\n".join(";".join(row if captions else row[::2]) for row in table))
     more, gallery = ("--model", old_folder), tmp_path / "g"
-    assert run("build", photos, *more, "--out", gallery)[0] == 0
+    run.output("build", photos, *more, "--out", gallery)
     about = [{"caption": "a dog", "colour": "red"}, {"caption": "a cat"}, {"caption": "a bird", "colour": "green"}]
     expected = [{key: value for key, value in each.items() if captions or key != "caption"} or None for each in about]
     assert Gallery.open(gallery).metadata(["0.png", "2.png", "4.png"]) == expected
     code, out, _ = run("search", gallery, "a dog", *more, "--where", "colour=green")
     assert code == 0 and "4.png" in out and "0.png" not in out
-
-
-def test_numbers_of_json_beside_images_stay_what_they_are(photos: Path) -> None:
+    (photos / "metadata.csv").unlink()
     (photos / "labels.jsonl").write_text('{"image": "0.png", "year": 2020, "tags": ["a"]}\n{"image": "2.png", "year": null}\n')
     assert load_originals(photos).metadata(np.arange(2)) == [{"year": 2020, "tags": ["a"]}, None]
 
 
-def test_a_filter_by_a_key_that_no_item_has(run: Run, tmp_path: Path, old_folder: str) -> None:
-    embedder = load_embedder(old_folder)
-    embeds = embedder.embed(embedder.processor.texts(["a", "b"]))
+def test_a_filter_by_a_key_that_no_item_has(run: Run, tmp_path: Path, old_folder: str, old: Embedder) -> None:
+    embeds = old.embed(old.processor.texts(["a", "b"]))
     for name, about in (("with", [{"label": "dog"}, {"year": 1}]), ("without", None)):
-        store(Gallery.create(tmp_path / name, embedder), embeds, ["a", "b"], about)
-    Gallery.create(tmp_path / "empty", embedder)
+        store(Gallery.create(tmp_path / name, old), embeds, ["a", "b"], about)
+    Gallery.create(tmp_path / "empty", old)
     asked = ("a dog", "--model", old_folder, "--json", "--where")
     for gallery, where, message in (
         ("with", "labl=dog", "has the key 'labl'; did you mean 'label'?"),
@@ -359,9 +309,8 @@ def test_other_images_under_the_same_names_are_refused_or_replaced(
     for name, colour in colours.items():
         (tmp_path / name).mkdir()
         for number in range(count):
-            pixels = np.random.default_rng(colour + number).integers(0, 255, (20, 20, 3), dtype=np.uint8)
-            Image.fromarray(pixels).save(tmp_path / name / f"{number}.png")
-    assert run("build", tmp_path / "one", "--model", model, "--out", gallery)[0] == 0
+            Image.new("RGB", (20, 20), (colour + number, 99, 0)).save(tmp_path / name / f"{number}.png")
+    run.output("build", tmp_path / "one", "--model", model, "--out", gallery)
     code, out, _ = run("add", gallery, tmp_path / "copy", "--model", model)
     assert code == 0 and f"0 images added to {gallery}, {count} were there already" in " ".join(out.split())
     code, _, err = run("add", gallery, tmp_path / "other", "--model", model)
@@ -369,7 +318,7 @@ def test_other_images_under_the_same_names_are_refused_or_replaced(
     assert code == 2 and f"has other images under the same ids: '0.png'{more} of {count} checked; move these" in err
     code, out, _ = run("add", gallery, tmp_path / "other", "--model", model, "--replace")
     assert code == 0 and f"{count} images added" in out and len(Gallery.open(gallery)) == count
-    assert run("add", gallery, tmp_path / "other", "--model", model)[0] == 0
+    run.output("add", gallery, tmp_path / "other", "--model", model)
 
 
 def test_photos_embedded_on_their_side_are_named_and_replaced(
@@ -390,8 +339,7 @@ def test_photos_embedded_on_their_side_are_named_and_replaced(
         run("build", photos, "--model", old_folder, "--out", gallery)
     code, out, _ = run("add", gallery, photos, "--model", old_folder)
     assert code == 0 and "holds '00.png' and 5 more on their side" in out.replace("\n", " ")
-    code, out, _ = run("add", gallery, photos, "--model", old_folder, "--replace")
-    assert code == 0 and "6 images added" in out
+    assert "6 images added" in run.output("add", gallery, photos, "--model", old_folder, "--replace")
     code, out, _ = run("add", gallery, photos, "--model", old_folder)
     assert code == 0 and "on their side" not in out and "20 were there already" in out
 

@@ -7,7 +7,6 @@ import io
 import json
 import shutil
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,17 +15,16 @@ import numpy as np
 import pytest
 import torch
 import warm
+from conftest import Run, store
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from PIL import Image
 from schedule import mostly_nightly
 from store_places import OLD
-from typer.testing import CliRunner
 
 import xcompat.stores
 from xcompat import Fingerprint, XcompatError
-from xcompat.cli import app
 from xcompat.core.progress import console
 from xcompat.methods import RidgeModel
 from xcompat.models import describe_old
@@ -37,7 +35,6 @@ from xcompat.retrieval.items import check_items
 from xcompat.retrieval.manifest import VersionRecord
 from xcompat.retrieval.originals import load_originals
 
-Run = Callable[..., tuple[int, str, str]]
 LONG = "a_folder_with_a_long_name_as_cameras_and_data_sets_have_them"
 
 
@@ -57,7 +54,6 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def gallery(photos: Path, old: Embedder) -> Path:
-    """Embed them."""
     folder = photos.with_name("gallery")
     assert ingest(Gallery.create(folder, old), load_originals(photos), old)[:3] == (12, 0, 0)
     return folder
@@ -65,7 +61,6 @@ def gallery(photos: Path, old: Embedder) -> Path:
 
 @pytest.fixture
 def mixed(photos: Path, tmp_path: Path, old: Embedder, new: Embedder) -> Path:
-    """Return a gallery of two models."""
     made = Gallery.create(tmp_path / "mixed", old)
     ingest(made, load_originals(photos), old)
     ingest(made, load_originals(photos), new, replace=True, rows=np.arange(6))
@@ -212,8 +207,7 @@ def test_what_cannot_be_asked_is_one_line(
 
 def test_a_text_asked_of_a_model_of_images(run: Run, tmp_path: Path, image_folder_of: dict[str, str]) -> None:
     made = Gallery.create(tmp_path / "g", load_embedder(image_folder_of["resnet"]))
-    made.add(np.eye(made.manifest.versions[0].dim)[:2], ["a", "b"], version=made.versions[0])
-    made.commit()
+    store(made, np.eye(made.manifest.versions[0].dim)[:2], ["a", "b"], version=made.versions[0])
     code, _, err = run("search", made.path, "a dog", "--model", image_folder_of["resnet"])
     assert code == 2 and "embeds images only" in err and "give the path of an image" in err
 
@@ -249,7 +243,6 @@ gallery.upgrade(of_texts, new, backfill=Path(texts), budget={BUDGET}, **passages
 
 
 def write_images(folder: Path, numbers: range) -> Path:
-    """Write noise, one of it damaged."""
     folder.mkdir()
     for number in numbers:
         pixels = np.random.default_rng(number).integers(0, 255, (20, 20, 3), dtype=np.uint8)
@@ -260,7 +253,6 @@ def write_images(folder: Path, numbers: range) -> Path:
 
 
 def contents(gallery: Gallery) -> list[tuple[str, list[str], NDArray[np.float32]]]:
-    """Return the version, the ids and the embeddings of each segment, in their order."""
     found = []
     for segment in gallery.segments:
         parts = [items for _, items in segment.blocks(1000)]
@@ -317,7 +309,6 @@ N, DIM = 40, 8
 
 @pytest.fixture
 def model() -> RidgeModel:
-    """A model whose queries search OLD's embeddings."""
     config = RidgeModel.config_class(old=describe_old(OLD, DIM), embedding_dim=DIM)
     pairs = torch.nn.functional.normalize(torch.randn(2, 50, DIM, generator=torch.Generator().manual_seed(0)), dim=2)
     return RidgeModel(config).fit([(pairs[0], pairs[1])]).eval()
@@ -329,9 +320,7 @@ def halves(tmp_path: Path, model: RidgeModel) -> Gallery:
     vectors = np.random.default_rng(0).standard_normal((N, DIM)).astype(np.float32)
     made = Gallery.create(tmp_path / "a gallery", OLD, dim=DIM)
     made.add(vectors[: N // 2], [f"old {row}" for row in range(N // 2)], [{"price": row % 10} for row in range(N // 2)])
-    made.add(vectors[N // 2 :], [f"new {row}" for row in range(N // 2)], version=model)
-    made.commit()
-    return made
+    return store(made, vectors[N // 2 :], [f"new {row}" for row in range(N // 2)], version=model)
 
 
 def test_each_version_is_a_space_and_the_newest_is_searched(halves: Gallery, model: RidgeModel) -> None:
@@ -350,13 +339,14 @@ def test_each_version_is_a_space_and_the_newest_is_searched(halves: Gallery, mod
 
 
 @pytest.mark.parametrize("verb", ["plan", "start", "status", "verify", "switch", "rollback", "finish"])
-def test_no_verb_of_migrate_is_for_galleries(halves: Gallery, model: RidgeModel, tmp_path: Path, verb: str) -> None:
+def test_no_verb_of_migrate_is_for_galleries(
+    halves: Gallery, model: RidgeModel, run_xcompat: Run, tmp_path: Path, verb: str
+) -> None:
     model.config.direction, model.maps_galleries = "old_to_new", True
     model.save_pretrained(tmp_path / "map")
     given = ["--model", str(tmp_path / "map")] if verb in ("plan", "start", "verify", "switch") else []
-    result = CliRunner().invoke(app, ["migrate", verb, f"file://{halves.path}", *given])
-    assert isinstance(result.exception, XcompatError) and "\n" not in str(result.exception)
-    assert f"xcompat gallery upgrade {halves.path} --model RUN" in str(result.exception)
+    said = run_xcompat.refusal("migrate", verb, f"file://{halves.path}", *given)
+    assert f"xcompat gallery upgrade {halves.path} --model RUN" in said
     assert Gallery.open(halves.path).generation == halves.generation
     for place, said in ((str(tmp_path), "is not a gallery"), ("here/gallery", "is not an absolute path")):
         with pytest.raises(XcompatError, match=said):
