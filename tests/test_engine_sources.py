@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +12,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from test_engines import OLD_DIM, Run, files_in, lists, save_map, write_lance
+from conftest import Run
+from test_engines import OLD_DIM, files_in, lists, save_map, write_lance
 
 from xcompat.engines import iceberg, lance, sources
 from xcompat.models.embedder import load_checkpoint
@@ -37,7 +37,7 @@ def vectors() -> np.ndarray:
 def embed(run_xcompat: Run, monkeypatch: pytest.MonkeyPatch) -> Run:
     """Return a function that runs ``xcompat embed`` on parts of 60 rows."""
     monkeypatch.setattr(sources, "PART_ROWS", 60)
-    return partial(run_xcompat, "embed")
+    return Run(run_xcompat, "embed")
 
 
 @pytest.mark.parametrize("store", ["", "file-object-store://"])
@@ -50,38 +50,29 @@ def test_a_lance_table_gives_what_its_rows_in_parquet_give(
     assert code == 0 and not error and "holds 185 embeddings" in out and "in 4 files" in out
     left = lists(vectors).filter(pa.array([row % 100 >= 15 for row in range(ROWS)]))
     pq.write_table(left, tmp_path / "items.parquet", row_group_size=60)
-    assert embed(tmp_path / "items.parquet", "--model", model, "--out", tmp_path / "same")[0] == 0
+    embed.output(tmp_path / "items.parquet", "--model", model, "--out", tmp_path / "same")
     one, same = (pq.read_table(tmp_path / name) for name in ("out", "same"))
     assert one["id"].to_pylist() == left["id"].to_pylist() and one.equals(same), "bit by bit"
 
 
-def test_a_run_on_a_lance_table_goes_on_with_the_version_that_it_began_with(
-    embed: Run, model: str, vectors: np.ndarray, tmp_path: Path
-) -> None:
+def test_a_run_on_a_lance_table_keeps_its_version(embed: Run, model: str, vectors: np.ndarray, tmp_path: Path) -> None:
     place, out = tmp_path / "items.lance", tmp_path / "out"
     table = write_lance(place, vectors)
-    assert embed(place, "--model", model, "--out", out)[0] == 0
+    embed.output(place, "--model", model, "--out", out)
     whole, pinned = files_in(out), f"{place}?version={table.version}"
     for number in (0, 2):
         (out / f"part-{number:06}.parquet").unlink()
     table.add(lists(vectors[:7]))
     table.delete("price = 20")
     code, _, error = embed(place, "--model", model, "--out", out)
-    assert (
-        code == 2 and f"was started with {pinned}, not {place}?version={table.version}; use the same input to continue" in error
-    )
+    newest = f"{place}?version={table.version}"
+    assert code == 2 and f"was started with {pinned}, not {newest}; use the same input to continue" in error
     code, said, _ = embed(pinned, "--model", model, "--out", out)
     assert code == 0 and "120 computed in" in said and files_in(out) == whole
-
-
-def test_another_table_in_the_place_of_the_first_is_noticed(embed: Run, model: str, vectors: np.ndarray, tmp_path: Path) -> None:
-    place = tmp_path / "items.lance"
-    write_lance(place, vectors)
-    assert embed(place, "--model", model, "--out", tmp_path / "out")[0] == 0
     shutil.rmtree(place)
     write_lance(place, vectors[::-1])
-    code, _, error = embed(place, "--model", model, "--out", tmp_path / "out")
-    assert code == 2 and f"items.lance?version=4 has changed since {tmp_path / 'out'} was started" in error
+    code, _, error = embed(place, "--model", model, "--out", out)
+    assert code == 2 and f"items.lance?version=4 has changed since {out} was started" in error, "another table in its place"
 
 
 @pytest.mark.parametrize(
@@ -104,14 +95,12 @@ def test_mistakes_about_a_lance_table_are_one_line(
     (tmp_path / "empty.lance").mkdir()
     lancedb.connect(tmp_path).create_table("bare", lists(vectors)[:0])
     lancedb.connect(tmp_path).create_table("nulls", lists(vectors)[:3].set_column(0, "id", pa.array(["a", None, "b"])))
-    code, _, error = embed(tmp_path / named, "--model", model, "--out", tmp_path / "out")
-    assert code == 2 and said in error and len(error.splitlines()) == 1
+    assert said in embed.refusal(tmp_path / named, "--model", model, "--out", tmp_path / "out")
     assert sorted(path.name for path in tmp_path.glob("*.lance")) == ["bare.lance", "empty.lance", "items.lance", "nulls.lance"]
 
 
 @pytest.fixture
 def table(tmp_path: Path, vectors: np.ndarray) -> Any:
-    """A table of two files, in its third version."""
     catalogs = pytest.importorskip("pyiceberg.catalog.memory")
     catalog = catalogs.InMemoryCatalog("here", warehouse=f"file://{tmp_path}")
     catalog.create_namespace("shop")
@@ -120,10 +109,6 @@ def table(tmp_path: Path, vectors: np.ndarray) -> Any:
     made.append(rows[:130])
     made.append(rows[130:])
     return made
-
-
-def ids_of(folder: Path) -> list[str]:
-    return sorted(pq.read_table(folder)["id"].to_pylist())
 
 
 def test_the_files_of_one_version_of_an_iceberg_table_are_read(
@@ -140,10 +125,9 @@ def test_the_files_of_one_version_of_an_iceberg_table_are_read(
     truth = Mapping(load_checkpoint(model))(vectors[order])
     np.testing.assert_allclose(np.stack(made["embedding"].to_numpy()), truth, atol=1e-6)
     assert "nothing to do" in embed(now, "--model", model, "--out", tmp_path / "out")[1]
-    assert embed(before.removeprefix("file://"), "--model", model, "--out", tmp_path / "older")[0] == 0
-    assert ids_of(tmp_path / "older") == sorted(f"item-{row}" for row in range(ROWS))
-    code, _, error = embed(before, "--model", model, "--out", tmp_path / "out")
-    assert code == 2 and "was started with" in error
+    embed.output(before.removeprefix("file://"), "--model", model, "--out", tmp_path / "older")
+    assert sorted(pq.read_table(tmp_path / "older")["id"].to_pylist()) == sorted(f"item-{row}" for row in range(ROWS))
+    assert "was started with" in embed.refusal(before, "--model", model, "--out", tmp_path / "out")
 
 
 def test_the_folder_of_an_iceberg_table_is_not_read_as_parquet(embed: Run, model: str, table: Any, tmp_path: Path) -> None:
@@ -213,5 +197,4 @@ def test_what_reads_a_table_is_named_where_it_is_missing(
 ) -> None:
     for module in (lance, iceberg):
         monkeypatch.setattr(module, "find_spec", lambda name: None if name == package else find_spec(name))
-    code, _, error = embed(named, "--model", model, "--out", "out")
-    assert code == 2 and advice in error and len(error.splitlines()) == 1
+    assert advice in embed.refusal(named, "--model", model, "--out", "out")
