@@ -41,7 +41,6 @@ pytestmark = pytest.mark.skipif(not PHOTOS.exists(), reason=f"{PHOTOS} holds the
 
 
 def shards(pattern: str) -> Iterator[tuple[int, bytes]]:
-    """Yield class and bytes of the photos in some shards."""
     for path in sorted(PHOTOS.glob(pattern)):
         with tarfile.open(path) as shard:
             found: dict[str, dict[str, bytes]] = {}
@@ -59,17 +58,16 @@ def shards(pattern: str) -> Iterator[tuple[int, bytes]]:
 class Desk:
     """A folder with photos, an old faiss index of some, and what is typed there."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, classes: int = CLASSES, shares: tuple[int, ...] = (LEARNED, STORED, ASKED)) -> None:
         self.folder = folder
-        wanted = set(np.random.default_rng(0).permutation(200)[:CLASSES].tolist())
-        shares = {"learn": LEARNED, "stored": STORED, "asked": ASKED}
+        wanted = set(np.random.default_rng(0).permutation(200)[:classes].tolist())
         counts: dict[int, int] = dict.fromkeys(wanted, 0)
         arrived = 0
         for label, data in shards("train-0000.tar.gz"):
             if label not in wanted:
                 continue
             number, start = counts[label], 0
-            for kind, share in shares.items():
+            for kind, share in zip(("learn", "stored", "asked"), shares, strict=True):
                 if start <= number < start + share:
                     self._keep(f"{kind}/{label:03d}/{number}.jpg", data)
                 start += share
@@ -98,7 +96,6 @@ class Desk:
         (self.folder / "ids.txt").write_text("".join(f"{name}\n" for name in names))
 
     def type(self, *arguments: object, code: int = 0) -> CompletedProcess[str]:
-        """Run a command in a new process."""
         done = warm.run("-m", "xcompat", *arguments, folder=self.folder)
         assert done.returncode == code, done.stderr[-2000:]
         return done
@@ -116,7 +113,6 @@ def embed(embedder: Embedder, images: list[Image.Image]) -> np.ndarray:
 
 
 def label_of(name: str) -> int:
-    """Return the class that the id of a stored or an arrived photo names."""
     return int(Path(name).parts[0]) if "/" in name else int(Path(name).stem.split("-")[-1])
 
 
