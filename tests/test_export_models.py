@@ -6,7 +6,6 @@ import io
 import json
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +15,13 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import warm
-from conftest import TEXTS
+from conftest import TEXTS, Run
 from numpy.typing import NDArray
 from PIL import Image
 from schedule import mostly_nightly
 from sentence_transformers import SentenceTransformer
-from typer.testing import CliRunner
 
 from xcompat import Fingerprint, XcompatError
-from xcompat.cli import app
 from xcompat.data.images import open_image
 from xcompat.encoders import load_processor
 from xcompat.encoders.standins import save_stand_in
@@ -193,11 +190,7 @@ def test_the_module_loads_without_the_flag_and_the_folder_is_still_ours(
     ],
 )
 def test_command_line(
-    adapters: dict[str, Any] | None,
-    says: str,
-    folder_of: dict[str, str],
-    tmp_path: Path,
-    run_xcompat: Callable[..., tuple[int, str, str]],
+    adapters: dict[str, Any] | None, says: str, folder_of: dict[str, str], tmp_path: Path, run_xcompat: Run
 ) -> None:
     METHODS["xbt"].from_encoder(folder_of["clip"], old=OLD, adapters=adapters).export(tmp_path / "run" / "model")
     command = ("export", "sentence-transformers", tmp_path / "run", "--out", tmp_path / "out", "--space", "own")
@@ -252,6 +245,11 @@ def test_what_cannot_be_exported_is_refused(folder_of: dict[str, str], tmp_path:
     with pytest.raises(XcompatError, match="fitted on embeddings only"):
         to_sentence_transformers(METHODS["ridge"](config), tmp_path / "out")
     assert not (tmp_path / "out").exists() and not list(tmp_path.iterdir())
+    with pytest.raises(XcompatError, match="cannot export the image tower with batches of any size: .*static shape"):
+        to_onnx(build("timm", folder_of["siglip2"]), tmp_path / "out")
+    with pytest.raises(XcompatError, match="does not map queries into an old space"):
+        to_onnx(build("a map of galleries", folder_of["clip"]), tmp_path / "out")
+    assert not list(tmp_path.iterdir())
 
 
 def run_onnx(path: Path, batch: dict[str, torch.Tensor]) -> np.ndarray:
@@ -313,7 +311,7 @@ def test_onnx_on_the_command_line_with_its_preprocessing(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-    run_xcompat: Callable[..., tuple[int, str, str]],
+    run_xcompat: Run,
 ) -> None:
     """Towers are not exported here, which takes seconds."""
     monkeypatch.setattr(
@@ -354,19 +352,10 @@ def test_half_precision_is_made_whole_and_prompts_are_said(tmp_path: Path) -> No
     assert 'Put `"query: "` before a query, as in training.' in readme, "the stand-in has no other prompt"
 
 
-def test_what_cannot_become_onnx_is_refused(folder_of: dict[str, str], tmp_path: Path) -> None:
-    with pytest.raises(XcompatError, match="cannot export the image tower with batches of any size: .*static shape"):
-        to_onnx(build("timm", folder_of["siglip2"]), tmp_path / "out")
-    with pytest.raises(XcompatError, match="does not map queries into an old space"):
-        to_onnx(build("a map of galleries", folder_of["clip"]), tmp_path / "out")
-    assert not list(tmp_path.iterdir())
-
-
 @pytest.fixture(scope="module")
 def finished(
     folder_of: dict[str, str], old_folder: str, pairs_folder: str, texts_file: str, tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
-    """Return the folder of a run that was judged on images with captions."""
     run = tmp_path_factory.mktemp("atlas") / "run"
     raw: dict[str, Any] = {"output_dir": str(run), "cache_dir": str(run / "cache"), "method": "ridge"}
     raw |= {"old": old_folder, "new": folder_of["clip"], "evaluation": {"resamples": 100, "examples": 0}}
@@ -375,10 +364,9 @@ def finished(
     return run
 
 
-def test_items_stand_where_both_models_place_them(finished: Path, pairs_folder: str, tmp_path: Path) -> None:
+def test_items_stand_where_both_models_place_them(finished: Path, pairs_folder: str, tmp_path: Path, run_xcompat: Run) -> None:
     out = tmp_path / "atlas.parquet"
-    done = CliRunner().invoke(app, ["export", "atlas", str(finished), "--out", str(out), "--items", "500"])
-    assert done.exit_code == 0, done.exception
+    run_xcompat.output("export", "atlas", finished, "--out", out, "--items", 500)
     rows = pq.read_table(out).to_pylist()
     report = load_report(finished)
     panel = next(panel for panel in report.panels if panel.title == "Old space")
