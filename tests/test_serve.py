@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import sys
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from html import unescape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,12 +14,12 @@ from urllib.parse import urlencode
 
 import numpy as np
 import pytest
-from conftest import store
+from conftest import Run, store
 from PIL import Image
 from schedule import mostly_nightly_rows
 from test_labelled_run import write_classes
 
-from xcompat import Fingerprint, XcompatError, cli
+from xcompat import Fingerprint, XcompatError
 from xcompat.embeddings.provider import query_model
 from xcompat.evaluation.query_changes import Order, sort_by_change
 from xcompat.models.embedder import Embedder
@@ -46,6 +46,8 @@ from xcompat.serve.search import answer, facets_of, restore_query
 from xcompat.serve.site import NEW, OLD, Shelf, Side, Site, Source
 from xcompat.serve.site_loading import load_site
 
+Open = Callable[..., "Page"]
+Serve = Callable[[Site], str]
 HOSTILE = "<img src=x onerror=alert(1)>${7*7}{{7*7}}.png"
 NAMES = [f"{number:02}.png" for number in range(40)]
 COUNT = len(NAMES)
@@ -63,7 +65,6 @@ def gallery(old: Embedder, photos: Path, tmp_path_factory: pytest.TempPathFactor
 
 @pytest.fixture(scope="module")
 def mixed(gallery: Path, new: Embedder, photos: Path) -> Path:
-    """Return a copy of the gallery in which the new model has embedded a third anew."""
     folder = gallery.with_name("mixed")
     shutil.copytree(gallery, folder)
     names = NAMES[:-1:3]
@@ -85,13 +86,18 @@ def site(old: Embedder, new: Embedder, gallery: Path, mixed: Path, texts: Path, 
 
 
 @pytest.fixture(scope="module")
-def address(site: Site) -> Iterator[str]:
-    with serving(site) as found:
-        yield f"{found}/"
+def serve() -> Iterator[Serve]:
+    """Return a function that serves a page and returns its address."""
+    with ExitStack() as servers:
+        yield lambda site: f"{servers.enter_context(serving(site))}/"
+
+
+@pytest.fixture(scope="module")
+def address(serve: Serve, site: Site) -> str:
+    return serve(site)
 
 
 def learn(folder: Path, old: str, new: str, data: dict[str, Any], **evaluation: Any) -> Path:
-    """Fit a map by a recipe, and return the folder of the run."""
     raw = {"output_dir": str(folder / "run"), "cache_dir": str(folder / "cache"), "method": "ridge", "old": old, "new": new}
     judged = {"resamples": 100, "examples": 0, **evaluation}
     run_recipe(parse_recipe({**raw, "data": data, "evaluation": judged}, "demo", "demo.yaml"))
@@ -102,7 +108,6 @@ def learn(folder: Path, old: str, new: str, data: dict[str, Any], **evaluation: 
 def run(
     folder_of: dict[str, str], old_folder: str, pairs_folder: str, texts_file: str, tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
-    """Return the folder of a run that was judged on images with captions."""
     data = {"texts": [{"path": texts_file}], "test": {"path": pairs_folder}}
     return learn(tmp_path_factory.mktemp("served_run"), old_folder, folder_of["clip"], data, examples=1)
 
@@ -113,22 +118,9 @@ def run_site(run: Path) -> Site:
 
 
 @pytest.fixture(scope="module")
-def run_address(run_site: Site) -> Iterator[str]:
-    with serving(run_site) as found:
-        yield f"{found}/"
-
-
-@pytest.fixture(scope="module")
 def upgradable(old_folder: str, upgrading_folder: str, gallery: Path, photos: Path) -> Site:
-    """Return the page of a gallery that may be changed, with a model that maps it."""
     folder = shutil.copytree(gallery, gallery.with_name("upgradable"))
     return load_site(str(folder), upgrading_folder, old_folder, [photos], allow_changes=True)
-
-
-@pytest.fixture(scope="module")
-def upgradable_address(upgradable: Site) -> Iterator[str]:
-    with serving(upgradable) as found:
-        yield f"{found}/"
 
 
 @pytest.fixture(scope="module")
@@ -138,9 +130,6 @@ def browser() -> Iterator[BrowserContext]:
         pytest.skip("there is no chromium here; `apt-get install chromium` brings it")
     with sync_api.sync_playwright() as playwright:
         yield playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"]).new_context()
-
-
-Open = Callable[..., "Page"]
 
 
 @pytest.fixture
@@ -185,7 +174,6 @@ def ids(page: Page, side: str) -> list[str]:
 
 
 def found(gallery: Path, embedder: Embedder, query: Any, k: int = 10, **where: str) -> list[str]:
-    """Return what a search without the page finds."""
     hits = Gallery.open(gallery).search(embed_query(embedder, query), query_model(embedder), k, where or None)[0]
     return [hit.id for hit in hits]
 
@@ -212,16 +200,6 @@ def test_a_text_is_searched_with_both_models(page: Page, visit: Open, gallery: P
     page.wait_for_url(re.compile("text=a\\+red\\+shoe"))
     assert ids(visit(page.url.partition("/?")[2].join(("?", ""))), NEW) == before, "the link restores the search"
     assert len(ids(visit("?kind=text&text=two+dogs&k=3&where=colour%3Dred&gallery=no+such&unknown=1"), NEW)) == 3
-
-
-def test_a_image_is_searched_and_kept_nowhere(page: Page, gallery: Path, photos: Path, old: Embedder, new: Embedder) -> None:
-    ask(page, "a link of before")
-    page.get_by_label("image", exact=True).check()
-    page.get_by_label("Image (or drop one").set_input_files(photos / "05.png")
-    page.get_by_alt_text("query image").wait_for()
-    for side, embedder in ((OLD, old), (NEW, new)):
-        assert ids(page, side) == found(gallery, embedder, Image.open(photos / "05.png"))
-    assert "link to this search" not in page.inner_text("#results") and page.url.endswith("/")
 
 
 def test_an_item_is_searched_by_a_click_or_by_its_id(page: Page, visit: Open, gallery: Path, photos: Path, new: Embedder) -> None:
@@ -293,7 +271,7 @@ def test_everything_is_reached_by_the_keyboard(page: Page) -> None:
 @pytest.mark.parametrize(
     ("width", "scheme"), mostly_nightly_rows([(1300, "light"), (390, "dark")], lambda width, _: width == 390)
 )
-def test_every_tab_is_accessible(visit: Open, run_address: str, upgradable_address: str, width: int, scheme: str) -> None:
+def test_every_tab_is_accessible(visit: Open, serve: Serve, run_site: Site, upgradable: Site, width: int, scheme: str) -> None:
     axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
 
     def look(page: Page, at: str, shown: str) -> None:
@@ -305,7 +283,7 @@ def test_every_tab_is_accessible(visit: Open, run_address: str, upgradable_addre
         assert [(at, each["id"], [node["html"] for node in each["nodes"]]) for each in broken] == []
         assert page.evaluate("document.documentElement.scrollWidth") <= width, f"{at} is wider than the screen"
 
-    page = visit("?kind=text&text=thing+number+3", run_address, width, scheme)
+    page = visit("?kind=text&text=thing+number+3", serve(run_site), width, scheme)
     look(page, "Search", "#results li")
     sides = [page.get_by_role("region", name=side).bounding_box() for side in (OLD, NEW)]
     assert [side and side["x"] for side in sides].count(sides[0] and sides[0]["x"]) == (1 if width > 720 else 2)
@@ -314,15 +292,15 @@ def test_every_tab_is_accessible(visit: Open, run_address: str, upgradable_addre
         look(page, tab, shown)
     for verb in ("Upgrade", "Backfill", "Roll back"):
         assert page.get_by_role("button", name=verb).count() == 0, "this page may change nothing"
-    page = visit("", upgradable_address, width, scheme)
+    page = visit("", serve(upgradable), width, scheme)
     page.get_by_role("tab", name="The gallery").click()
     page.get_by_role("button", name="Roll back …").click()
     look(page, "changes", "button:has-text('Yes, roll back')")
 
 
-def test_the_page_shows_what_the_report_says(visit: Open, run_address: str, run_site: Site) -> None:
+def test_the_page_shows_what_the_report_says(visit: Open, serve: Serve, run_site: Site) -> None:
     """Queries that lost or gained most come first, and the numbers are those of the report."""
-    page = visit("", run_address)
+    page = visit("", serve(run_site))
     page.get_by_role("tab", name="Where they differ").click()
     judged = run_site.judged["text-to-image"]
 
@@ -357,8 +335,9 @@ def test_the_page_shows_what_the_report_says(visit: Open, run_address: str, run_
     assert frame.locator("img").count() == written.count("<img") > 2
 
 
-def test_a_gallery_is_upgraded_rolled_back_and_backfilled(visit: Open, upgradable_address: str, upgradable: Site) -> None:
-    page = visit("?kind=text&text=a+red+shoe", upgradable_address)
+def test_a_gallery_is_upgraded_rolled_back_and_backfilled(visit: Open, serve: Serve, upgradable: Site) -> None:
+    address = serve(upgradable)
+    page = visit("?kind=text&text=a+red+shoe", address)
     page.get_by_role("region", name=NEW).get_by_text("run `xcompat gallery upgrade` with it first").wait_for()
     folder = next(iter(upgradable.shelves.values())).path
     tab, said = page.get_by_role("tab", name="The gallery"), page.get_by_role("status")
@@ -379,7 +358,7 @@ def test_a_gallery_is_upgraded_rolled_back_and_backfilled(visit: Open, upgradabl
     page.get_by_label("Items", exact=True).fill("10")
     page.get_by_role("button", name="Backfill").click()
     page.close()  # what was begun goes on
-    page = visit("?kind=text&text=a+red+shoe", upgradable_address)
+    page = visit("?kind=text&text=a+red+shoe", address)
     page.get_by_role("tab", name="The gallery").click()
     page.get_by_role("button", name="Verify").click()  # waits in the same line
     page.get_by_role("status").get_by_text("is whole").wait_for()
@@ -391,7 +370,6 @@ def test_a_gallery_is_upgraded_rolled_back_and_backfilled(visit: Open, upgradabl
 
 @pytest.fixture(scope="module")
 def labelled_site(image_folder_of: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Site:
-    """Return the page of a run that was judged on labelled images, by models without texts."""
     folder = tmp_path_factory.mktemp("labelled")
     data = {"images": {"path": write_classes(folder / "train", 6, 0)}, "queries": {"path": write_classes(folder / "test", 3, 1)}}
     run = learn(folder, image_folder_of["vit"], image_folder_of["resnet"], data, ks=[1, 2])
@@ -400,7 +378,6 @@ def labelled_site(image_folder_of: dict[str, str], tmp_path_factory: pytest.Temp
 
 @pytest.fixture(scope="module")
 def judged_site(folder_of: dict[str, str], old_folder: str, texts_file: str, tmp_path_factory: pytest.TempPathFactory) -> Site:
-    """Return the page of a run that was judged on texts that search texts."""
     folder = tmp_path_factory.mktemp("judged")
     judged: dict[str, Any] = {"qrels": str(folder / "qrels.tsv")}
     for name in ("queries", "passages"):
@@ -412,7 +389,9 @@ def judged_site(folder_of: dict[str, str], old_folder: str, texts_file: str, tmp
     return load_site(str(run), None, None, [], allow_changes=False)
 
 
-def test_several_folders(gallery: Path, new: Embedder, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_folders(
+    gallery: Path, new: Embedder, photos: Path, run_xcompat: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What `build` and `add` filled from two folders, and a list of images with captions in the place of one of them."""
     first, listed, second = (tmp_path / name for name in ("first", "listed", "second"))
     for folder in (first, listed, second):
@@ -425,10 +404,8 @@ def test_several_folders(gallery: Path, new: Embedder, photos: Path, tmp_path: P
     typed: list[Any] = []
     monkeypatch.setattr("xcompat.serve.serve_target", lambda *given: typed.extend(given[4]))
     monkeypatch.setattr("xcompat.training.preflight.require_model", lambda name: None)
-    images = ["--images", str(first), "--images", str(listed / "captions.csv"), "--images", str(second)]
-    monkeypatch.setattr(sys, "argv", ["xcompat", "serve", str(gallery), "--model", "x", *images])
-    with pytest.raises(SystemExit):
-        cli.main()
+    images = ("--images", first, "--images", listed / "captions.csv", "--images", second)
+    run_xcompat("serve", gallery, "--model", "x", *images)
     assert typed == [first, listed / "captions.csv", second]
 
     shelf = Shelf("shop", gallery, list(map(Source, typed)))
@@ -512,11 +489,8 @@ def test_a_third_column_shows_what_a_re_ranking_finds(title: str, site: Site, ne
     ],
 )
 def test_what_cannot_be_served_is_refused_in_one_line(
-    arguments: list[str], said: str, gallery: Path, run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], said: str, gallery: Path, run: Path, run_xcompat: Run
 ) -> None:
     typed = [{"GALLERY": str(gallery), "RUN": str(run)}.get(word, word) for word in arguments]
-    monkeypatch.setattr(sys, "argv", ["xcompat", "serve", *typed, "--no-browser"])
-    with pytest.raises(SystemExit) as stop:
-        cli.main()
-    lines = capsys.readouterr().err.splitlines()
-    assert stop.value.code == 2 and said in lines[-1]
+    code, _, err = run_xcompat("serve", *typed, "--no-browser")
+    assert code == 2 and said in err.splitlines()[-1]
