@@ -206,22 +206,17 @@ def test_what_is_not_streamed_is_no_address(store: Store) -> None:
 TEXTS = [f"a thing of kind {number * 7919 % 10_007}" for number in range(600)]  # of more than 1,000 bytes when packed
 
 
-def as_parquet(column: str = "text") -> bytes:
-    whole = io.BytesIO()
-    pq.write_table(pa.table({column: TEXTS}), whole)
-    return whole.getvalue()
-
-
 def corpus(path: str | list[str], **more: object) -> list[str]:
     return load_texts(CorpusSource(path=path, **more))["text"][:]
 
 
-LINES = "\n".join(TEXTS).encode()
+LINES, PARQUET = "\n".join(TEXTS).encode(), io.BytesIO()
+pq.write_table(pa.table({"text": TEXTS}), PARQUET)
 FORMS = {
     "texts.txt": LINES,
     "texts.txt.gz": gzip.compress(LINES),
     "texts.jsonl": "\n".join(json.dumps({"text": text}) for text in TEXTS).encode(),
-    "texts.parquet": as_parquet(),
+    "texts.parquet": PARQUET.getvalue(),
 }
 
 

@@ -1,4 +1,4 @@
-"""Embeddings of any length, compared by L2 distance: judged, mapped by FCT, stored in galleries, refused elsewhere."""
+"""Embeddings of any length: judged, mapped and stored by L2 distance, and by their direction alone where cosines count."""
 
 from __future__ import annotations
 
@@ -8,34 +8,33 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from conftest import recipe_of, store
 from data_layouts.images import write_classes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 from schedule import mostly_nightly
+from store_places import unit_vectors
 
-from xcompat.core.errors import XcompatError
-from xcompat.core.fingerprint import Fingerprint
+from xcompat import Fingerprint, ProcrustesConfig, ProcrustesModel, XcompatError
+from xcompat.core.arrays import normalise_rows, row_lengths
 from xcompat.evaluation import ranking_per_query
 from xcompat.evaluation.scores import lift_rows
 from xcompat.methods import BctModel, FctModel, IndependentModel, OcaModel
 from xcompat.methods.fct import FctConfig
-from xcompat.models.config import describe_old
+from xcompat.models import describe_old
 from xcompat.models.embedder import load_checkpoint, load_embedder
+from xcompat.models.memory_contents import ClassStatistics
 from xcompat.report import load_report
+from xcompat.report.tsne import _tsne
 from xcompat.retrieval import Gallery
 from xcompat.retrieval.commands import build
 from xcompat.retrieval.originals import load_originals
-from xcompat.training.recipe import Recipe, parse_recipe
 from xcompat.training.run import run_recipe
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 TINY = {"model_type": "resnet", "embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic"}
 RAW = {"metric": "l2"}
-
-
-def recipe_of(raw: dict[str, Any], **changes: Any) -> Recipe:
-    return parse_recipe({**raw, **changes}, "demo", "demo.yaml")
 
 
 @pytest.fixture(scope="module")
@@ -87,6 +86,7 @@ def test_cosines_of_lifted_rows_are_distances(seed: int, scale: float, shift: fl
     longest = max(np.sum((row - gallery.mean(axis=0)) ** 2) for row in (*queries, *gallery))
     np.testing.assert_allclose(-cosines * 4.5 * longest, naive, rtol=1e-6, atol=1e-9 * longest)
     assert np.array_equal(lifts[1][0], lifts[1][1])
+    assert np.isfinite(np.concatenate(lift_rows(np.ones((2, 3)), np.ones((2, 3))))).all(), "rows that are all equal too"
 
 
 @pytest.mark.parametrize("side", ["gallery", "query"])
@@ -109,10 +109,6 @@ def test_a_row_far_out_is_refused_where_it_would_spoil_the_ranks_of_others(side:
         found(10_000)
     strangers = 1e4 * asking  # all queries of another model: far out, and none beside another
     lift_rows(strangers, rows)
-
-
-def test_rows_that_are_all_equal_are_lifted_too() -> None:
-    assert np.isfinite(np.concatenate(lift_rows(np.ones((2, 3)), np.ones((2, 3))))).all()
 
 
 def test_h_learns_raw_embeddings() -> None:
@@ -189,3 +185,55 @@ def test_what_does_not_fit_is_refused_in_one_line(raw: dict[str, Any], image_fol
         BctModel.from_encoder(image_folder_of["resnet"], old=raw["old"])
     with pytest.raises(XcompatError, match="options.metric does not apply to training on captions or texts"):
         IndependentModel.from_encoder(image_folder_of["resnet"], metric="l2")
+
+
+LENGTHS = [1e-22, 1e-30, 1e22, 1e30]
+OLD = Fingerprint.from_string("old")
+
+
+def scale_half(rows: np.ndarray, length: float) -> np.ndarray:
+    scaled = rows.astype(np.float32)
+    scaled[::2] *= np.float32(length)
+    return scaled
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_rows_of_any_length_keep_their_direction(length: float) -> None:
+    unit, labels = unit_vectors(60, 16), np.arange(60) % 3
+    scaled = scale_half(unit, length)
+    np.testing.assert_allclose(normalise_rows(scaled), unit, atol=1e-6)
+    np.testing.assert_allclose(row_lengths(unit.astype(np.float64) * length), length, rtol=1e-6)
+    remembered, expected = (ClassStatistics.compute(rows, labels, 3).means_Cd for rows in (scaled, unit))
+    torch.testing.assert_close(remembered, expected, atol=1e-6, rtol=0)
+    assert np.isfinite(_tsne(scaled[:20], 0)).all(), "a report draws them"
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_galleries_score_cosines_whatever_the_length(length: float, tmp_path: Path) -> None:
+    stored, queries = unit_vectors(200, 16, 0), unit_vectors(300, 16, 1)
+    names = [str(row) for row in range(200)]
+    with store(Gallery.create(tmp_path / "gallery", OLD, 16), scale_half(stored, length), names) as gallery:
+        hits = gallery.search(scale_half(queries, length), OLD, top_k=1)
+    cosines = queries @ stored.T
+    assert [int(found[0].id) for found in hits] == cosines.argmax(1).tolist()
+    np.testing.assert_allclose([found[0].score for found in hits], cosines.max(1), atol=1e-5)
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_maps_take_queries_of_any_length(length: float, tmp_path: Path) -> None:
+    new, old = unit_vectors(300, 24, 0), unit_vectors(300, 16, 1) + 0.3  # a mean that the map's bias carries
+    old /= np.linalg.norm(old, axis=1, keepdims=True)
+    config = ProcrustesConfig(old=describe_old(OLD, dim=16), embedding_dim=24)
+    pairs = torch.from_numpy(new).float(), torch.from_numpy(old).float()
+    model = ProcrustesModel(config).fit([pairs])
+    with store(Gallery.create(tmp_path / "gallery", OLD, 16), old, [str(row) for row in range(300)]) as gallery:
+        expected, found = (gallery.search(rows, model, top_k=3) for rows in (new, scale_half(new, length)))
+        with pytest.raises(XcompatError, match="query 1 is not finite"):
+            gallery.search(np.stack([new[0], 0 * new[0]]), model)
+    assert [[hit.id for hit in each] for each in found] == [[hit.id for hit in each] for each in expected]
+
+
+def test_too_long_vectors_are_named_where_length_counts(tmp_path: Path) -> None:
+    said = r"'b' is too long \(length 2e\+30\) to be compared by ip"
+    with Gallery.create(tmp_path / "gallery", OLD, 4, metric="ip") as gallery, pytest.raises(XcompatError, match=said):
+        gallery.add(np.array([[1, 0, 0, 0], [1e30] * 4], np.float32), ["a", "b"])

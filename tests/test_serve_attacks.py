@@ -8,7 +8,6 @@ import os
 import socket
 import sys
 import threading
-import time
 import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,10 +18,11 @@ import httpx
 import numpy as np
 import pytest
 import torch
+import warm
 from PIL import Image, PngImagePlugin
 
 from xcompat import XcompatError
-from xcompat.models.embedder import Embedder, load_embedder
+from xcompat.models.embedder import load_embedder
 from xcompat.retrieval import Gallery
 
 pytest.importorskip("starlette")
@@ -49,14 +49,9 @@ API = (
 
 
 @pytest.fixture(scope="module")
-def embedder(old_folder: str) -> Embedder:
-    return load_embedder(old_folder)
-
-
-@pytest.fixture(scope="module")
-def site(embedder: Embedder, tmp_path_factory: pytest.TempPathFactory) -> Site:
+def site(old_folder: str, tmp_path_factory: pytest.TempPathFactory) -> Site:
     """Return the page of a gallery whose ids, captions and metadata lead outside of its folder of images."""
-    base = tmp_path_factory.mktemp("attacked")
+    embedder, base = load_embedder(old_folder), tmp_path_factory.mktemp("attacked")
     (base / "photos").mkdir()
     Image.new("RGB", (8, 8), "red").save(base / "photos" / "0.png")
     Image.new("RGB", (8, 8), "blue").save(base / "outside.png")
@@ -99,16 +94,24 @@ def text_query(text: object = "a shoe", **others: object) -> dict[str, object]:
     return {"kind": "text", "text": text, **others}
 
 
-def send_raw(address: str, data: bytes, seconds: float = 20) -> bytes:
-    """Send some bytes, and return all that the server answers until it closes the connection."""
+def connect(address: str, seconds: float | None = None) -> socket.socket:
     host, port = address.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=seconds) as connection:
+    return socket.create_connection((host, int(port)), timeout=seconds)
+
+
+def send_raw(address: str, data: bytes) -> bytes:
+    """Send some bytes, and return all that the server answers until it closes the connection."""
+    with connect(address, seconds=20) as connection:
         connection.sendall(data)
         answer = b""
         with suppress(ConnectionResetError):  # the server closes while there is more to read
             while part := connection.recv(65536):
                 answer += part
         return answer
+
+
+def search(address: str, text: str = "a shoe", **headers: str) -> httpx.Response:
+    return httpx.post(f"{address}/api/search", json=text_query(text), headers=headers, timeout=60)
 
 
 @pytest.mark.parametrize(
@@ -131,31 +134,31 @@ def test_a_field_of_another_type_is_refused(client: httpx.Client, name: str, val
     assert said.headers["content-type"].startswith("text/plain") and "\n" not in said.text
 
 
-def test_no_path_or_address_is_opened(client: httpx.Client, site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+@contextmanager
+def watched(note: Callable[[str, tuple[Any, ...]], None]) -> Iterator[None]:
+    """Tell of every audited event of this process; the hook itself cannot be removed."""
+    is_watching = [True]
+    sys.addaudithook(lambda event, given: note(event, given) if is_watching[0] else None)
+    yield
+    is_watching[0] = False
+
+
+def test_no_path_or_address_is_opened(client: httpx.Client, site: Site) -> None:
     folder = site.shelf("").path.parent
     opened: list[str] = []
-    is_watching = [True]
 
-    def watch(event: str, given: tuple[Any, ...]) -> None:
-        if is_watching[0] and event in ("open", "socket.connect", "socket.getaddrinfo"):
+    def note(event: str, given: tuple[Any, ...]) -> None:
+        if event in ("open", "socket.connect", "socket.getaddrinfo"):
             opened.append(str(given[1] if event == "socket.connect" else given[0]))
 
     client.get("/healthz")  # so that this client is connected
-    sys.addaudithook(watch)  # it cannot be removed
-    names = [
-        str(folder / "secret.txt"),
-        "/dev/zero",
-        "file:///dev/zero",
-        "http://localhost:1/secret",
-        "../secret.txt",
-        "../outside.png",
-    ]
-    for name in names:
-        for query in (text_query(name), {"kind": "item", "item": name}):
-            assert "a secret of the server" not in client.post("/api/search", json=query).text
-        client.post(IMAGE_PATH, content=name.encode())
-        client.post("/api/gallery", json={"gallery": name})
-    is_watching[0] = False
+    names = [str(folder / "secret.txt"), "/dev/zero", "file:///dev/zero", "http://localhost:1/secret"]
+    with watched(note):
+        for name in [*names, "../secret.txt", "../outside.png"]:
+            for query in (text_query(name), {"kind": "item", "item": name}):
+                assert "a secret of the server" not in client.post("/api/search", json=query).text
+            client.post(IMAGE_PATH, content=name.encode())
+            client.post("/api/gallery", json={"gallery": name})
     assert not [name for name in opened if "secret" in name or "outside" in name or "/dev/zero" in name or "localhost" in name]
     said = client.post("/api/search", json={"kind": "item", "item": "../outside.png"})
     wanted = "'../outside.png' has no known image or text; set the folder of images with --images"
@@ -183,29 +186,23 @@ def test_other_verbs_are_refused(client: httpx.Client, path: str) -> None:
         assert client.get(path).status_code == 405
 
 
-WRITTEN: list[str] = []
-
-
 def test_no_upload_is_written_to_disk(client: httpx.Client) -> None:
-    is_watching = [True]
+    written: list[str] = []
 
-    def watch(event: str, given: tuple[Any, ...]) -> None:
-        if not is_watching[0]:
-            return
+    def note(event: str, given: tuple[Any, ...]) -> None:
         if event == "open" and isinstance(given[0], str) and (given[2] or 0) & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
-            WRITTEN.append(given[0])
+            written.append(given[0])
         elif event in ("tempfile.mkstemp", "tempfile.mkdtemp", "os.mkdir"):
-            WRITTEN.append(str(given[0]))
+            written.append(str(given[0]))
 
     buffer = io.BytesIO()
     Image.fromarray(np.random.default_rng(0).integers(0, 255, (1000, 1000, 3), dtype=np.uint8)).save(buffer, "PNG")
-    sys.addaudithook(watch)  # it cannot be removed
-    found = client.post(IMAGE_PATH, content=buffer.getvalue(), params={"k": 3})
-    broken = client.post(IMAGE_PATH, content=buffer.getvalue()[:50_000])
-    form = client.post("/api/search", files={"text": ("a.png", buffer.getvalue()[:1000])})
-    is_watching[0] = False
+    with watched(note):
+        found = client.post(IMAGE_PATH, content=buffer.getvalue(), params={"k": 3})
+        broken = client.post(IMAGE_PATH, content=buffer.getvalue()[:50_000])
+        form = client.post("/api/search", files={"text": ("a.png", buffer.getvalue()[:1000])})
     assert [each.status_code for each in (found, broken, form)] == [200, 400, 415] and found.text.count("data-item=") == 3
-    assert not WRITTEN
+    assert not written
 
 
 @pytest.mark.parametrize(
@@ -246,13 +243,10 @@ def test_odd_filters_find_nothing_or_are_refused(client: httpx.Client, filters: 
     assert said.status_code == 400 or "nothing found" in said.text
 
 
-def test_large_bodies_are_refused_before_they_are_read(address: str) -> None:
+def test_large_compressed_and_endless_bodies_are_refused(client: httpx.Client, address: str) -> None:
     for path, most in (("/api/search", JSON_BYTES), (IMAGE_PATH, UPLOAD_BYTES)):
         head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: {most + 1}\r\n\r\n"
-        assert send_raw(address, head.encode()).startswith(b"HTTP/1.1 413")
-
-
-def test_bodies_without_length_and_compressed_bodies_are_refused(client: httpx.Client) -> None:
+        assert send_raw(address, head.encode()).startswith(b"HTTP/1.1 413"), "before they are read"
     assert client.post("/api/search", content=iter([b"{}"])).status_code == 411
     bomb = zlib.compress(bytes(10**7))
     for coding in ("gzip", "deflate", "br"):
@@ -262,9 +256,8 @@ def test_bodies_without_length_and_compressed_bodies_are_refused(client: httpx.C
 
 def test_all_clients_share_a_limit_of_memory(address: str) -> None:
     """Connections announce images and do not send them."""
-    host, port = address.removeprefix("http://").split(":")
     head = f"POST {IMAGE_PATH} HTTP/1.1\r\nHost: {address[7:]}\r\nContent-Length: {UPLOAD_BYTES}\r\n\r\n".encode()
-    waiting = [socket.create_connection((host, int(port))) for _ in range(BODIES_BYTES // UPLOAD_BYTES)]
+    waiting = [connect(address) for _ in range(BODIES_BYTES // UPLOAD_BYTES)]
     for connection in waiting:
         connection.sendall(head)
     refused = []
@@ -275,7 +268,7 @@ def test_all_clients_share_a_limit_of_memory(address: str) -> None:
         except TimeoutError:
             refused.append(b"")
     assert sum(answer.startswith(b"HTTP/1.1 503") for answer in refused) == len(waiting) - 6, "one address has 64 MB"
-    assert httpx.post(f"{address}/api/search", json=text_query(), timeout=60).status_code == 200
+    assert search(address).status_code == 200
     for connection in waiting:
         connection.close()
 
@@ -315,20 +308,18 @@ def test_slow_clients_lose_their_connection(site: Site, monkeypatch: pytest.Monk
 def test_one_address_has_so_many_connections(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "OF_ONE_ADDRESS", 20)
     with serving(site) as address:
-        host, port = address.removeprefix("http://").split(":")
-        held = [socket.create_connection((host, int(port))) for _ in range(20)]
+        held = [connect(address) for _ in range(20)]
         with pytest.raises(httpx.TransportError):
             httpx.get(f"{address}/healthz")
         for connection in held:
             connection.close()
-        assert any(is_answering(address) for _ in range(100))
 
+        def is_answering() -> bool:
+            with suppress(httpx.TransportError):
+                return httpx.get(f"{address}/healthz").status_code == 200
+            return False
 
-def is_answering(address: str) -> bool:
-    try:
-        return httpx.get(f"{address}/healthz").status_code == 200
-    except httpx.TransportError:
-        return False
+        warm.wait_until(is_answering)
 
 
 def test_odd_requests_are_refused(address: str) -> None:
@@ -363,28 +354,17 @@ def hold_lane(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, list[st
     return let_go, order
 
 
-def wait_until(is_true: Callable[[], bool]) -> None:
-    end = time.monotonic() + 60
-    while not is_true():
-        assert time.monotonic() < end
-        threading.Event().wait(0.01)
-
-
 def test_one_visitor_cannot_starve_others(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("xcompat.serve.app.WAITING", 10)
     let_go, order = hold_lane(monkeypatch)
     with serving(site) as address, ThreadPoolExecutor(40) as threads:
         cookie = httpx.get(address).headers["set-cookie"].partition(";")[0]
-
-        def search(text: str, **headers: str) -> httpx.Response:
-            return httpx.post(f"{address}/api/search", json=text_query(text), headers=headers, timeout=60)
-
-        flood = [threads.submit(search, f"flood {row}") for row in range(30)]
-        wait_until(lambda: sum(each.done() for each in flood) == 19)  # 1 is searched, 10 wait
+        flood = [threads.submit(search, address, f"flood {row}") for row in range(30)]
+        warm.wait_until(lambda: sum(each.done() for each in flood) == 19)  # 1 is searched, 10 wait
         assert {each.result().status_code for each in flood if each.done()} == {429}
         assert all("too many requests of yours" in each.result().text for each in flood if each.done())
-        visitor = threads.submit(search, "somebody else", cookie=cookie)
-        wait_until(lambda: sum(each.done() for each in flood) == 20)  # the flood made room
+        visitor = threads.submit(search, address, "somebody else", cookie=cookie)
+        warm.wait_until(lambda: sum(each.done() for each in flood) == 20)  # the flood made room
         assert httpx.get(f"{address}/healthz", timeout=5).text == "ok"
         let_go.set()
         assert visitor.result().status_code == 200
@@ -397,14 +377,14 @@ def test_waiting_and_working_end_after_a_time(site: Site, monkeypatch: pytest.Mo
     monkeypatch.setattr("xcompat.serve.app.WORK_SECONDS", 0.5)
     let_go, _ = hold_lane(monkeypatch)
     with serving(site) as address, ThreadPoolExecutor(2) as threads:
-        said = list(threads.map(lambda text: httpx.post(f"{address}/api/search", json=text_query(text), timeout=60), "ab"))
+        said = list(threads.map(search, [address] * 2, "ab"))
         assert [each.status_code for each in said] == [503, 503]
         assert {each.text for each in said} == {
             "the server is busy; try again in a moment",
             "this takes longer than 0.5 s; request fewer results",
         }
         let_go.set()
-        wait_until(lambda: httpx.post(f"{address}/api/search", json=text_query(), timeout=60).status_code == 200)
+        warm.wait_until(lambda: search(address).status_code == 200)
 
 
 def test_work_on_a_gallery_does_not_block_searches(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -414,10 +394,10 @@ def test_work_on_a_gallery_does_not_block_searches(site: Site, monkeypatch: pyte
         verify = {"gallery": "shop", "verb": "verify"}
         jobs = [httpx.post(f"{address}/api/work", json=verify) for _ in range(12)]
         assert [job.status_code for job in jobs] == [200] * 9 + [503] * 3, "1 runs, 8 wait"
-        assert httpx.post(f"{address}/api/search", json=text_query(), timeout=60).status_code == 200
+        assert search(address).status_code == 200
         let_go.set()
         last = {"job": jobs[8].json()["job"]}
-        wait_until(lambda: httpx.post(f"{address}/api/job", json=last).json()["done"])
+        warm.wait_until(lambda: httpx.post(f"{address}/api/job", json=last).json()["done"])
         assert httpx.post(f"{address}/api/job", json={"job": "unknown"}).status_code == 404
 
 
@@ -445,7 +425,7 @@ def test_changes_need_the_option(client: httpx.Client) -> None:
         "xcompat.serve.search.render",
     ],
 )
-def test_an_error_stops_no_one(client: httpx.Client, place: str, error: Exception, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_error_stops_no_one(client: httpx.Client, place: str, error: Exception) -> None:
     expected = client.post("/api/search", json=text_query())
 
     def fail(*_: object, **__: object) -> None:
@@ -561,13 +541,11 @@ def test_a_client_that_reads_nothing_loses_its_connection(site: Site, monkeypatc
     monkeypatch.setattr(connections.LimitedProtocol, "connection_lost", note_loss)
     monkeypatch.setattr(connections, "ANSWER_SECONDS", 0.3)
     monkeypatch.setattr("xcompat.serve.app.answer", lambda *_: "x" * 10**8)
-    with serving(site) as address:
-        host, port = address.removeprefix("http://").split(":")
-        with socket.create_connection((host, int(port))) as connection:
-            body = json.dumps(text_query())
-            head = "POST /api/search HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-            connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
-            assert lost.wait(30), "the server closes the connection"
+    with serving(site) as address, connect(address) as connection:
+        body = json.dumps(text_query())
+        head = "POST /api/search HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
+        assert lost.wait(30), "the server closes the connection"
 
 
 def test_each_wrong_password_doubles_the_wait() -> None:

@@ -11,6 +11,7 @@ import shutil
 import socket
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
@@ -27,24 +28,13 @@ multiprocessing.set_forkserver_preload(list(LIBRARIES))
 
 
 def spawn(function: Callable[..., object], arguments: tuple[Any, ...], processes: int = 2) -> None:
-    """Run a function in several processes at once, and wait for them.
-
-    Args:
-        function: takes the process's number and the arguments.
-        arguments: the same for each.
-        processes: how many.
-    """
+    """Run a function of the process's number and arguments in several processes at once, and wait for them."""
     torch.multiprocessing.start_processes(function, arguments, processes, start_method="forkserver")
 
 
 @dataclass
 class Started:
-    """A program that runs.
-
-    Args:
-        processes: one, or one for each rank.
-        files: what they write to stdout and to stderr.
-    """
+    """A program that runs in one process, or in one for each rank, which write stdout and stderr to two files."""
 
     processes: list[BaseProcess]
     files: tuple[str, str]
@@ -65,15 +55,9 @@ class Started:
 
 
 def start(*arguments: object, folder: Path, ranks: int = 1, **environment: str) -> Started:
-    """Start Python with arguments as they are typed: ``-m MODULE``, ``-c CODE`` or a file, and those of the program.
+    """Start Python in a folder with arguments as they are typed: ``-m MODULE``, ``-c CODE`` or a file, and the program's own.
 
-    What a library reads from the environment when it is imported has been read already.
-
-    Args:
-        arguments: after ``python``.
-        folder: where it works.
-        ranks: as many processes, as a launcher starts them.
-        environment: further variables.
+    Several ranks are started as a launcher does. Libraries that are imported already have read the environment as it was.
     """
     place = Path(tempfile.mkdtemp())
     files = str(place / "out"), str(place / "err")
@@ -94,6 +78,14 @@ def start(*arguments: object, folder: Path, ranks: int = 1, **environment: str) 
 def run(*arguments: object, folder: Path, ranks: int = 1, **environment: str) -> CompletedProcess[str]:
     """Start Python as :func:`start` does, and wait for its end."""
     return start(*arguments, folder=folder, ranks=ranks, **environment).wait()
+
+
+def wait_until(is_true: Callable[[], object], what: object = "", seconds: float = 120) -> None:
+    """Wait for a condition, and fail with ``what`` when it does not come true."""
+    ends = time.monotonic() + seconds
+    while not is_true():
+        assert time.monotonic() < ends, what
+        time.sleep(0.01)
 
 
 def _free_port() -> int:

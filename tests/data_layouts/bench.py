@@ -17,12 +17,7 @@ GROUPS = 300
 
 
 def make_bench(folder: Path, bench_data: ModuleType) -> None:
-    """Make every part.
-
-    Args:
-        folder: that the recipes call ``runs/bench_data``.
-        bench_data: the script.
-    """
+    """Make every part of the folder that the recipes call ``runs/bench_data``, by the script."""
     for kind in ("glyphs", "fashion"):
         for part in ("old_train", "new_train", "test"):
             files = [folder / "drawn" / kind / part / f"{row}.jpg" for row in range(PAIRS)]
