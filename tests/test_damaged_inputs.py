@@ -1,11 +1,14 @@
-"""Damaged and oversized inputs: one line that names the file, in little memory; damaged Arrow files are written again."""
+"""Damaged and oversized inputs, and a Hub that fails: one line that names the file, in little memory; the same again works."""
 
 from __future__ import annotations
 
+import errno
 import gzip
 import io
+import itertools
 import json
 import os
+import re
 import shutil
 import tarfile
 import tracemalloc
@@ -20,8 +23,12 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+from hub_server import Hub
+from schedule import mostly_nightly_rows
+from test_models import build, shake
 
 from xcompat import Fingerprint, XcompatError
+from xcompat.core import failures
 from xcompat.core.arrays import map_array, read_lines
 from xcompat.data import PairSource, cache, load_classes, load_pairs, load_texts, shards, text_files
 from xcompat.data.schema import captions_of
@@ -30,6 +37,7 @@ from xcompat.encoders.standins import save_stand_in
 from xcompat.hub.lineage import trace_lineage
 from xcompat.methods import FctConfig, FctModel
 from xcompat.models.config import describe_old
+from xcompat.models.embedder import load_embedder
 from xcompat.retrieval import Gallery, faiss_probe, upgrading
 from xcompat.retrieval.commands import read_ids
 from xcompat.retrieval.faiss_index import FaissIndex
@@ -53,12 +61,17 @@ def test_arrays_with_damaged_headers(header: bytes, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("read", "content", "place"), [(read_lines, b"first\n\xff\xfe\n", 6), (load_classes, "cat\ndog\n".encode("utf-16"), 0)]
+    ("read", "name", "content", "message"),
+    [
+        (read_lines, "lines.txt", b"first\n\xff\xfe\n", "not UTF-8 text; .* at byte 6"),
+        (load_classes, "lines.txt", "cat\ndog\n".encode("utf-16"), "not UTF-8 text; .* at byte 0"),
+        (load_classes, "classes.csv", b"index,alphabet,charac", "contains no class names"),
+    ],
 )
-def test_lines_that_are_no_text(read: Callable[[Path], object], content: bytes, place: int, tmp_path: Path) -> None:
-    path = tmp_path / "lines.txt"
+def test_lines_that_are_no_names(read: Callable[[Path], object], name: str, content: bytes, message: str, tmp_path: Path) -> None:
+    path = tmp_path / name
     path.write_bytes(content)
-    with pytest.raises(XcompatError, match=f"not UTF-8 text; .* at byte {place}") as refused:
+    with pytest.raises(XcompatError, match=message) as refused:
         read(path)
     one_line(refused, path)
 
@@ -75,23 +88,17 @@ def test_lines_end_at_line_breaks_alone(end: str, tmp_path: Path) -> None:
     assert read_lines(path) == read_ids(path) == []
 
 
-def test_a_table_of_classes_without_rows(tmp_path: Path) -> None:
-    path = tmp_path / "classes.csv"
-    path.write_text("index,alphabet,charac")
-    with pytest.raises(XcompatError, match="contains no class names") as refused:
-        load_classes(path)
-    one_line(refused, path)
-
-
-def test_a_saved_data_set_whose_texts_are_none(tmp_path: Path) -> None:
+def test_captions_that_are_no_texts(tmp_path: Path) -> None:
     texts = pa.StringArray.from_buffers(1, pa.py_buffer(np.array([0, 2], np.int32)), pa.py_buffer(b"\xbe\xbe"))
     datasets.Dataset(pa.table({"image": pa.array([b"none"]), "caption": texts})).save_to_disk(tmp_path / "saved")
     with pytest.raises(XcompatError, match="cannot be read .*recreate it with the command that wrote it") as refused:
         load_pairs(str(tmp_path / "saved"))
     one_line(refused, tmp_path / "saved")
+    for value in (float("nan"), 5, True, [float("nan"), 4]):
+        assert captions_of(value) == []  # type: ignore[arg-type]
 
 
-def test_damage_that_shows_in_a_search_alone() -> None:
+def test_damaged_faiss_indexes(tmp_path: Path) -> None:
     queries = np.eye(4, dtype=np.float32)
     index = faiss.index_factory(4, "IVF2,Flat", faiss.METRIC_INNER_PRODUCT)
     index.train(np.eye(4, dtype=np.float32).repeat(20, 0))
@@ -110,18 +117,10 @@ def test_damage_that_shows_in_a_search_alone() -> None:
     found.index = strange  # without the cast to faiss's own class
     with pytest.raises(XcompatError, match="rows outside of the index; it is damaged"):
         found.search(queries, 1)
-
-
-@pytest.mark.parametrize("value", [float("nan"), 5, True, [float("nan"), 4]])
-def test_what_is_no_text_is_no_caption(value: object) -> None:
-    assert captions_of(value) == []  # type: ignore[arg-type]
-
-
-def test_an_index_of_ids_around_one_of_other_dimensions(tmp_path: Path) -> None:
-    index = faiss.index_factory(8, "IDMap,Flat")
-    index.add_with_ids(np.eye(8, dtype=np.float32), np.arange(8))
-    index.d = 12
-    faiss.write_index(index, str(tmp_path / "index"))
+    nested = faiss.index_factory(8, "IDMap,Flat")
+    nested.add_with_ids(np.eye(8, dtype=np.float32), np.arange(8))
+    nested.d = 12
+    faiss.write_index(nested, str(tmp_path / "index"))
     assert faiss_probe.check_index(str(tmp_path / "index"), vectors=False) == "it claims 12 dimensions, but its inner index has 8"
 
 
@@ -235,10 +234,10 @@ def test_a_table_larger_than_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     refused(lambda: load_classes(tmp_path / "classes.txt"), "classes.txt has 1,500 bytes or more, too many for a table")
 
 
-@pytest.mark.parametrize("name", ["x" * 5000 + ".png", "nul\0.png"])
-def test_names_that_no_file_has(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["x" * 5000 + ".png", "nul\0.png", ["a.png"]], ids=["long", "null", "list"])
+def test_names_that_no_file_has(name: object, tmp_path: Path) -> None:
     (tmp_path / "captions.jsonl").write_text(json.dumps({"image": name, "caption": "a"}))
-    refused(lambda: load_pairs(str(tmp_path)), "lists 1 images, and 1 of them do not exist")
+    refused(lambda: load_pairs(str(tmp_path)), "lists 1 images, and 1 of them do not exist|is not an image path")
 
 
 @pytest.mark.parametrize("value", [DEEP, LONG], ids=["deep", "long"])
@@ -250,11 +249,6 @@ def test_json_beyond_limits(value: str, tmp_path: Path) -> None:
     write_shard(tmp_path / "a.tar", {"0.png": b"x", "0.json": f'{{"title": {value}}}'.encode()})
     source = PairSource(path=str(tmp_path / "a.tar"), caption_column="json.title")
     refused(lambda: load_pairs(source), "1 of 1 samples cannot be used.*json is not valid JSON")
-
-
-def test_lists_where_images_are_named(tmp_path: Path) -> None:
-    (tmp_path / "captions.jsonl").write_text('{"image": ["a.png"], "caption": "a"}\n')
-    refused(lambda: load_pairs(str(tmp_path)), "is not an image path")
 
 
 @pytest.mark.parametrize("name", ["texts.txt", "texts.txt.gz", "texts.jsonl.gz"])
@@ -333,7 +327,6 @@ LINES = [f"line {n}" for n in range(300)]
 
 @pytest.fixture
 def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, str]:
-    """Return the Arrow file of a corpus, and the corpus."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     source = tmp_path / "texts.txt"
     source.write_text("\n".join(LINES))
@@ -375,9 +368,7 @@ def test_a_damaged_record_is_written_again(content: object, made: tuple[Path, st
     assert json.loads(record.read_text())["kept"] == whole["kept"] == 300
 
 
-def test_a_file_is_read_as_a_whole_only_when_its_stamp_is_another(
-    made: tuple[Path, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_is_read_whole_only_when_its_stamp_differs(made: tuple[Path, str], monkeypatch: pytest.MonkeyPatch) -> None:
     file, source = made
     shutil.copy(file, file.with_name("copy"))
     os.utime(file.with_name("copy"), ns=(5, 5))
@@ -400,3 +391,101 @@ def test_files_of_before_there_were_checksums(made: tuple[Path, str]) -> None:
     with pytest.raises(XcompatError, match="cannot be read .*; delete the file to rebuild it") as caught:
         load_texts(source)
     assert "\n" not in str(caught.value)
+
+
+DAILY = {"short": 3, "moved": 1, "503": 1, "cut": 3, "dangling": 1}
+"""To how many of the files a fault happens on every change."""
+FILES = (r"\.safetensors$", r"^config\.json$", r"^tokenizer\.json$", r"^tokenizer_config\.json$", "^preprocessor")
+
+
+@pytest.fixture
+def pulled(hub: Hub, folder_of: dict[str, str]) -> tuple[str, Fingerprint]:
+    hub.add("base/clip", folder_of["clip"])
+    return "base/clip", load_embedder(folder_of["clip"]).fingerprint
+
+
+def found(name: str) -> Fingerprint | str:
+    """Return which model a pull gives, or the line in which it is refused."""
+    try:
+        return load_embedder(name).fingerprint
+    except (XcompatError, OSError) as error:
+        line = failures.explain(error)
+        assert line is not None and len(line.splitlines()) == 1
+        return line
+
+
+@pytest.mark.parametrize(
+    ("kind", "file"),
+    mostly_nightly_rows(itertools.product(["short", "moved", "503"], FILES), lambda kind, file: file in FILES[: DAILY[kind]]),
+)
+def test_a_hub_that_fails_on_a_file(kind: str, file: str, pulled: tuple[str, Fingerprint], hub: Hub) -> None:
+    name, wanted = pulled
+    if kind in ("short", "moved"):
+        hub.spoilt = {file: kind}
+    else:
+        hub.faults = {file.replace("^", "/"): int(kind)}
+    line = found(name)
+    assert isinstance(line, str) and name in line
+    hub.spoilt, hub.faults = {}, {}
+    assert found(name) == wanted
+
+
+@pytest.mark.parametrize(
+    ("kind", "file"),
+    mostly_nightly_rows(itertools.product(["cut", "dangling"], FILES), lambda kind, file: file in FILES[: DAILY[kind]]),
+)
+def test_a_damaged_copy_in_the_cache(kind: str, file: str, pulled: tuple[str, Fingerprint], tmp_path: Path) -> None:
+    name, wanted = pulled
+    assert found(name) == wanted
+    copies = [link for link in (tmp_path / "cache").glob("models--*/snapshots/*/*") if re.search(file, link.name)]
+    for blob in {copy.resolve() for copy in copies}:
+        held = blob.read_bytes()
+        blob.unlink()
+        if kind != "dangling":
+            blob.write_bytes(held[: len(held) // 2] if kind == "cut" else held[::-1])
+    line = found(name)
+    if kind == "dangling":
+        assert line == wanted, "fetched anew"
+    else:
+        assert isinstance(line, str) and f"damaged downloads ({copies[0].name}) have been deleted" in line
+    assert found(name) == wanted
+
+
+def test_a_checkpoint_that_was_cut_short(hub: Hub, folder_of: dict[str, str], tmp_path: Path) -> None:
+    model = build("xbt", folder_of)
+    shake(model)
+    model.export(tmp_path / "model")
+    hub.add("me/model", tmp_path / "model")
+    hub.spoilt = {"safetensors": "moved"}
+    line = found("me/model")
+    assert isinstance(line, str) and "have been deleted; run the command again to download them" in line
+    hub.spoilt = {}
+    assert found("me/model") == load_embedder(str(tmp_path / "model")).fingerprint
+
+
+@pytest.mark.parametrize("missing", ["tokenizer", r"\.safetensors", "preprocessor", "^config"])
+def test_a_repository_in_which_a_file_is_missing(missing: str, pulled: tuple[str, Fingerprint], hub: Hub) -> None:
+    name, wanted = pulled
+    whole = hub.files(name)
+    hub.repos[name].commit({file: held for file, held in whole.items() if not re.search(missing, file)})
+    line = found(name)
+    assert isinstance(line, str) and name in line
+    hub.repos[name].commit(whole | {"README.md": b"mended"})
+    assert found(name) == wanted
+
+
+def test_a_full_disk_and_an_empty_reference_in_the_cache(
+    pulled: tuple[str, Fingerprint], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, wanted = pulled
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("huggingface_hub.file_download.http_get", full)
+        assert isinstance(line := found(name), str) and "space left" in line
+    assert found(name) == wanted
+    for reference in (tmp_path / "cache").glob("models--*/refs/*"):
+        reference.write_text("")
+    assert found(name) == wanted
