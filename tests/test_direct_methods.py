@@ -64,7 +64,6 @@ def compatibility(model: Any, features: torch.Tensor, labels: torch.Tensor, old:
 
 
 def loss_of(model: Any, features: torch.Tensor, labels: torch.Tensor, old: torch.Tensor | None) -> torch.Tensor:
-    """Return the loss of raw features."""
     return model.loss(CompatOutput(features=features), {"labels": labels, "old_embeds": old})
 
 
@@ -85,11 +84,6 @@ def test_what_images_go_through_is_trained_and_nothing_else(
     unused = [name for name, parameter in model.named_parameters() if parameter.requires_grad and parameter.grad is None]
     assert trained and not unused, "a parameter without gradient hangs data-parallel training"
     assert all("lora_" in name for name in trained) == (adapters is not None)
-
-
-def test_adapters_that_no_image_goes_through_are_refused(folder_of: dict[str, str]) -> None:
-    with pytest.raises(XcompatError, match="adapters.lora.towers has only the text tower"):
-        build("l2", folder_of, adapters={"lora": {"rank": 2, "towers": ["text"]}})
 
 
 @pytest.mark.parametrize("method", NAMES)
@@ -122,21 +116,16 @@ def test_unreadable_old_embeddings_and_unknown_classes_count_for_nothing(method:
 
 
 @pytest.mark.parametrize("method", NAMES)
-def test_what_only_training_needs_is_not_in_the_finished_model(method: str, folder_of: dict[str, str], tmp_path: Path) -> None:
-    build(method, folder_of).export(tmp_path)
-    finished = AutoModel.from_pretrained(tmp_path)
-    names = {name.split(".")[0] for name in finished.state_dict()}
-    assert names == {"encoder", "neck", "classifier"}
-
-
-@pytest.mark.parametrize("method", NAMES)
-def test_in_half_precision_the_loss_is_computed_in_single(method: str, folder_of: dict[str, str]) -> None:
+def test_losses_are_in_single_precision_and_not_exported(method: str, folder_of: dict[str, str], tmp_path: Path) -> None:
     model = build(method, folder_of)
     plain = compatibility(model, *batch())
     with torch.autocast("cpu", torch.bfloat16):
         half = compatibility(model, *batch())
     assert half.dtype == torch.float32
     torch.testing.assert_close(half, plain, atol=1e-2 if method == "nccl" else 1e-6, rtol=0)
+    model.export(tmp_path)
+    names = {name.split(".")[0] for name in AutoModel.from_pretrained(tmp_path).state_dict()}
+    assert names == {"encoder", "neck", "classifier"}
 
 
 @given(n=st.integers(1, 9), propagation=st.floats(0, 0.99), temperature=st.floats(0.02, 2), seed=st.integers(0, 99))
@@ -241,7 +230,7 @@ def test_entropies_are_those_of_gaussians_around_all_centres() -> None:
     np.testing.assert_allclose(entropies, expected, rtol=1e-4)
 
 
-def test_the_bank_holds_what_is_credible(folder_of: dict[str, str]) -> None:
+def test_the_bank_holds_what_is_credible_or_a_seeded_draw(folder_of: dict[str, str]) -> None:
     centres = torch.eye(OLD_DIM)[:3]
     stored = F.normalize(centres[LABELS_N] + 0.05 * unit(len(LABELS_N), OLD_DIM), dim=-1)
     stored[3] = F.normalize(centres[1] + centres[2], dim=0)  # between the two other classes
@@ -252,9 +241,6 @@ def test_the_bank_holds_what_is_credible(folder_of: dict[str, str]) -> None:
     torch.testing.assert_close(model.bank_Qd, stored[kept])
     everything = build("nccl", folder_of, knowledge(stored), max_entropy=1.0)
     assert len(everything.bank_Qd) == len(LABELS_N) - 1, "all but the unreadable one"
-
-
-def test_a_large_bank_is_a_seeded_draw(folder_of: dict[str, str]) -> None:
     banks = []
     for seed in (0, 0, 1):
         model = build("nccl", folder_of, max_entropy=1.0, bank_size=5)
@@ -262,11 +248,13 @@ def test_a_large_bank_is_a_seeded_draw(folder_of: dict[str, str]) -> None:
         model.prepare(knowledge())
         banks.append(model.bank_Qd)
     assert banks[0].shape == (5, OLD_DIM) and torch.equal(banks[0], banks[1]) and not torch.equal(banks[0], banks[2])
-    stored = knowledge().embeddings("test").tolist()
-    assert all(any(np.allclose(row, other) for other in stored) for row in banks[0].tolist())
+    rows = knowledge().embeddings("test")
+    assert all(any(np.allclose(row, other) for other in rows) for row in banks[0].numpy())
 
 
 def test_what_cannot_be_learned_from_is_refused(folder_of: dict[str, str]) -> None:
+    with pytest.raises(XcompatError, match="adapters.lora.towers has only the text tower"):
+        build("l2", folder_of, adapters={"lora": {"rank": 2, "towers": ["text"]}})
     with pytest.raises(XcompatError, match="propagation is 1"):
         build("unibct", folder_of, propagation=1.0)
     with pytest.raises(XcompatError, match="at least two images of some class"):
@@ -324,17 +312,6 @@ def test_balls_grow_only(folder_of: dict[str, str]) -> None:
         assert (model.growth_C.grad[:3] * sign <= 0).all() and model.growth_C.grad.abs().max() > 0
 
 
-def adversarial(model: Any, progress: float, unreadable: list[int]) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-    """Return the loss, and its gradients in the features and in the discriminator."""
-    model.progress = progress
-    features, labels, old = batch()
-    old[unreadable] = torch.nan
-    loss = compatibility(model, features, labels, old)
-    parameters = list(model.discriminator.parameters())
-    gradients = torch.autograd.grad(loss, [features, *parameters])
-    return loss.detach(), gradients[0], list(gradients[1:])
-
-
 @pytest.mark.parametrize("unreadable", [[], [1, 6], list(range(5))])
 def test_features_get_the_reversed_gradient_of_the_discriminator(unreadable: list[int], folder_of: dict[str, str]) -> None:
     model = build("advbct", folder_of, boundary_weight=0.0)
@@ -349,8 +326,12 @@ def test_features_get_the_reversed_gradient_of_the_discriminator(unreadable: lis
     plain = F.cross_entropy(discriminator(both), torch.tensor([0] * len(rows) + [1] * len(rows)))
     expected = torch.autograd.grad(plain, [features, *discriminator.parameters()])
     for progress in (0.0, 0.25, 0.9):
-        loss, in_features, in_parameters = adversarial(model, progress, unreadable)
-        torch.testing.assert_close(loss, (1 - progress) * plain.detach(), atol=1e-6, rtol=1e-5)
+        model.progress = progress
+        features, labels, old = batch()
+        old[unreadable] = torch.nan
+        loss = compatibility(model, features, labels, old)
+        in_features, *in_parameters = torch.autograd.grad(loss, [features, *model.discriminator.parameters()])
+        torch.testing.assert_close(loss.detach(), (1 - progress) * plain.detach(), atol=1e-6, rtol=1e-5)
         strength = 2 / (1 + np.exp(-10 * progress)) - 1
         torch.testing.assert_close(in_features, -strength * (1 - progress) * expected[0], atol=1e-7, rtol=1e-4)
         for got, wanted in zip(in_parameters, expected[1:], strict=True):
@@ -388,9 +369,7 @@ def labelled(tmp_path: Path) -> PairDataset:
     return dataset
 
 
-def test_the_training_set_is_embedded_as_for_evaluation(
-    labelled: PairDataset, folder_of: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_training_set_embeds_as_usual(labelled: PairDataset, folder_of: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("unibct", folder_of).train()
     embeds = embed_training_set(model, labelled, model.processor)
     assert model.training and embeds.shape == (7, DIM)
