@@ -228,7 +228,7 @@ def test_the_whitened_line_is_taken_if_it_agrees_more_than_old_queries() -> None
     half_way = choose_by_agreement(pairs, with_old_model=True)
     assert half_way.is_safe and not replace(half_way, is_other_kind=True).is_safe
     lines = describe_choice(replace(half_way, is_other_kind=True))
-    assert lines[0].startswith("! The test set searches images with texts") and "In all measured upgrades" not in lines[1]
+    assert lines[0].startswith("! The test set searches images with texts") and "of the measured upgrades" not in lines[1]
     assert not choose_by_agreement(PairedEmbeddings(pairs.new_ND[::-1], pairs.old_Nd), with_old_model=True).is_safe, "other items"
     assert choice.chosen.is_surely_better and not choice.of_few_pairs
     ((protocol, metrics),) = choice.floor.items()

@@ -158,8 +158,8 @@ def _describe_agreement(choice: Choice) -> str:
         return found  # a line above has the fix
     if choice.is_safe:
         return (
-            f"{found} In all measured upgrades to a better model with this agreement, new queries found at least as much as old "
-            "ones. Add classes (--labels) or captions to test this, and that the new model is better, on your data."
+            f"{found} In all but one of the measured upgrades to a better model with this agreement, new queries found "
+            "at least as much as old ones. Add classes (--labels) or captions to test this, and the new model, on your data."
         )
     return f"{found} This agreement does not show that new queries find as much as old ones: {_describe_missing(choice)}."
 

@@ -111,8 +111,9 @@ class Choice:
 
     @property
     def agrees_enough(self) -> bool:
-        """Whether no measured upgrade to a better model with this agreement lost quality (docs/results/lines.md).
+        """Whether measured upgrades to a better model with this agreement kept quality (docs/results/lines.md).
 
+        The exception is captions between two models of word vectors, which lost 1.3 points (docs/results/leaderboard.md).
         Queries must find nearly all of the new model's neighbours. With many pairs, surely more than old queries is enough for a
         mixture, and 1.5 times as many for a map alone. A map with 1.4 times as many lost 4 points.
         """
