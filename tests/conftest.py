@@ -17,7 +17,7 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["HAYSTACK_TELEMETRY_ENABLED"] = "False"
 os.environ["GRPC_VERBOSITY"] = "NONE"  # Milvus Lite complains of its client's pings, in the output of whichever test runs then
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cache
 from pathlib import Path
@@ -47,6 +47,8 @@ sys.modules["faiss.contrib.torch_utils"] = ModuleType("faiss.contrib.torch_utils
 settings.register_profile("repeatable", deadline=None, derandomize=True)  # the same examples in every run, however slow
 settings.load_profile("repeatable")
 
+Run = Callable[..., tuple[int, str, str]]
+"""Runs a command; returns exit code, output and errors."""
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 ARCHITECTURES = ("blip", "clip", "open_clip", "siglip", "siglip2", "vision-text-dual-encoder")
 IMAGE_ARCHITECTURES = ("clip_vision_model", "iresnet", "mobilenet_v1", "mobilenet_v2", "resnet", "timm_wrapper", "vit")
@@ -215,6 +217,17 @@ def write_photos(folder: Path, count: int) -> Path:
     return folder
 
 
+def write_embeds(folder: Path, ids: Iterable[str], labels: Iterable[str] | None = None, **embeds: Any) -> Path:
+    """Write embeddings of items as commands read them: an array for each kind, with ids and maybe classes."""
+    folder.mkdir(parents=True, exist_ok=True)
+    columns = {f"{kind}_ids.txt": ids for kind in embeds} | ({"labels.txt": labels} if labels is not None else {})
+    for name, lines in columns.items():
+        (folder / name).write_text("".join(f"{line}\n" for line in lines))
+    for kind, rows in embeds.items():
+        np.save(folder / f"{kind}_embeds.npy", rows)
+    return folder
+
+
 @pytest.fixture(scope="session")
 def images() -> list[Image.Image]:
     pixels = np.random.default_rng(0).integers(0, 255, (4, 40, 48, 3), dtype=np.uint8)
@@ -291,6 +304,15 @@ def run_xcompat(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPa
         return code, out, err
 
     return Run(called)
+
+
+def invoke(*arguments: object) -> str:
+    """Run a command in this process; return its results, or raise what stopped it."""
+    done = typer.testing.CliRunner().invoke(cli.app, [*map(str, arguments)])
+    if done.exception is not None and not isinstance(done.exception, SystemExit):
+        raise done.exception
+    assert done.exit_code == 0, done.output
+    return done.stdout
 
 
 @pytest.fixture

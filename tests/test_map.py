@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from conftest import write_embeds
 from hypothesis import given
 from hypothesis import strategies as st
 from schedule import mostly_nightly
@@ -56,13 +57,7 @@ def made(seed: int = 0, new_noise: float = 0.2, old_noise: float = 1.2) -> Paire
 
 
 def write(folder: Path, embeds: np.ndarray, ids: list[str] | None = None, labels: list[str] | None = None) -> Path:
-    folder.mkdir(parents=True)
-    np.save(folder / "image_embeds.npy", embeds)
-    names = ids if ids is not None else [f"item {row}" for row in range(len(embeds))]
-    (folder / "image_ids.txt").write_text("\n".join(names) + "\n")
-    if labels is not None:
-        (folder / "labels.txt").write_text("\n".join(labels) + "\n")
-    return folder
+    return write_embeds(folder, ids or [f"item {row}" for row in range(len(embeds))], labels, image=embeds)
 
 
 def write_arrays(folder: Path, **sides: np.ndarray) -> list[Path]:
@@ -72,7 +67,6 @@ def write_arrays(folder: Path, **sides: np.ndarray) -> list[Path]:
 
 
 def run_map(old: Path, new: Path, out: Path, *more: object) -> tuple[Result, str]:
-    """Run ``xcompat map``; return its result, and its output or error in one line."""
     done = CliRunner().invoke(app, ["map", "--old", str(old), "--new", str(new), "--out", str(out), *map(str, more)])
     error = str(done.exception) if isinstance(done.exception, XcompatError) else ""
     return done, " ".join(f"{done.output} {error}".split())
@@ -142,14 +136,8 @@ BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
     "other ids": (lambda new: (new / "image_ids.txt").write_text("\n".join(map(str, range(720)))), "share no id"),
     "an id twice": (lambda new: (new / "image_ids.txt").write_text("\n".join(["a"] * 720)), "contains the id 'a' more than once"),
     "no ids": (lambda new: (new / "image_ids.txt").unlink(), "lacks image_ids.txt; it needs .* or give both .npy"),
-    "no class": (
-        lambda new: (new / "labels.txt").write_text("\n".join(["x", "", " "] * 240)),
-        "labels.txt: 480 of 720 lines are blank, first line 2; give each image a class",
-    ),
-    "other classes": (
-        lambda new: (new / "labels.txt").write_text("\n".join(["x"] * 720)),
-        "has the class 'class 0' in .*, but 'x' in",
-    ),
+    "no class": (lambda new: (new / "labels.txt").write_text("x\n\n \n" * 240), "480 of 720 lines are blank, first line 2; give"),
+    "other classes": (lambda new: (new / "labels.txt").write_text("x\n" * 720), "has the class 'class 0' in .*, but 'x' in"),
 }
 
 
@@ -264,9 +252,7 @@ def test_what_is_not_surely_above_old_queries_leans_little_on_memory() -> None:
     bold, mild, none = tried(0.8, 0.020, 0.09), tried(0.3, 0.011, 0.05), tried(0.0, 0.010, 0.03)
     assert select_conservative([bold, mild, none]) is bold, "surely above zero"
     unsure = replace(tried(0.8, 0.020, 0.09), gains={"known classes": tried(0.8, 0.030, 0.09, half=0.04).gains["new classes"]})
-    assert select_conservative([unsure, none]) is unsure and not unsure.is_surely_better, (
-        "one interval that reaches below zero is enough"
-    )
+    assert select_conservative([unsure, none]) is unsure and not unsure.is_surely_better, "one interval below zero is enough"
     assert select_conservative([unsure, bold]) is bold, "what is surely above zero in everything comes first"
     bold = tried(0.8, 0.019, 0.09)
     assert select_conservative([bold, mild, none]) is mild, "within a standard error of .01, and gains more than none"
@@ -340,10 +326,7 @@ def test_a_map_of_other_inputs_is_left_alone(sides: tuple[Path, Path], tmp_path:
 
 
 def captioned(folder: Path, images: np.ndarray, texts: np.ndarray, ids: list[str], text_ids: list[str]) -> Path:
-    write(folder, images, ids)
-    np.save(folder / "text_embeds.npy", texts)
-    (folder / "text_ids.txt").write_text("\n".join(text_ids) + "\n")
-    return folder
+    return write_embeds(write(folder, images, ids), text_ids, text=texts)
 
 
 def test_captions_are_what_a_query_should_find(tmp_path: Path) -> None:
@@ -485,13 +468,6 @@ def test_where_nothing_can_be_held_out_a_map_is_a_guess(counts: list[int] | None
     assert model.to_space(torch.from_numpy(new)).isfinite().all() and model.memory is None
 
 
-def test_of_one_item_nothing_is_learned(tmp_path: Path) -> None:
-    old, new = (normalised(np.random.default_rng(0).standard_normal((1, dim))) for dim in (OLD, NEW))
-    sides = write(tmp_path / "old", old, labels=["0"]), write(tmp_path / "new", new)
-    done, _ = run_map(*sides, tmp_path / "out")
-    assert done.exit_code == 1 and not (tmp_path / "out").exists()
-
-
 @pytest.mark.parametrize(
     "alike", mostly_nightly([{"old"}, {"new"}, {"old", "new"}], {"old", "new"}.__eq__), ids=lambda alike: "-".join(sorted(alike))
 )
@@ -516,9 +492,7 @@ def test_what_cannot_be_solved_is_left_out_and_said(alike: set[str], tmp_path: P
     assert any(trial["share"] for trial in report["trials"]) == ("new" not in alike)
 
 
-def test_a_model_named_after_a_folder_is_said_first(
-    sides: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_model_name_of_a_folder_is_printed(sides: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "old.npy").write_bytes(b"damaged")
     for name, is_said in ((None, True), ("clip-b32", False)):
         with pytest.raises(XcompatError, match=r"old\.npy"):
@@ -548,13 +522,8 @@ def test_a_named_new_model_is_asked_texts_and_judged(folder_of: dict[str, str], 
 
 
 def write_questions(folder: Path, passages: np.ndarray, questions: np.ndarray, answers: list[str]) -> Path:
-    """Write passages, and questions with the ids of the passages that answer them."""
-    write(folder, passages)
-    for kind in ("embeds.npy", "ids.txt"):
-        (folder / f"image_{kind}").rename(folder / f"text_{kind}")
-    np.save(folder / "query_embeds.npy", questions)
-    (folder / "query_ids.txt").write_text("".join(f"{name}\n" for name in answers))
-    return folder
+    write_embeds(folder, [f"item {row}" for row in range(len(passages))], text=passages)
+    return write_embeds(folder, answers, query=questions)
 
 
 def test_questions_that_find_passages_decide(tmp_path: Path) -> None:
@@ -576,13 +545,10 @@ def test_questions_that_find_passages_decide(tmp_path: Path) -> None:
     with_captions = choose(replace(pairs, are_questions=False))
     assert list(with_captions.floor) == ["text-to-image", "image-to-text"]
     assert {protocol for protocol, _, _ in with_captions.chosen.cells()} == set(with_captions.floor)
-
-
-def test_queries_with_ids_of_their_own_are_not_used(tmp_path: Path) -> None:
     for side in ("old", "new"):
-        write_questions(tmp_path / side, np.eye(8), np.eye(8), [f"q{row}" for row in range(8)])
-    pairs = load_paired(tmp_path / "old", tmp_path / "new")
-    assert isinstance(pairs, PairedEmbeddings) and "queries are not used" in pairs.notes[-1]
+        write_questions(tmp_path / "others" / side, np.eye(8), np.eye(8), [f"q{row}" for row in range(8)])
+    pairs = load_paired(tmp_path / "others" / "old", tmp_path / "others" / "new")
+    assert isinstance(pairs, PairedEmbeddings) and "queries are not used" in pairs.notes[-1], "ids of their own"
 
 
 def test_a_map_of_galleries_is_chosen_in_the_mapped_gallery() -> None:
@@ -598,14 +564,11 @@ def test_a_map_of_galleries_is_chosen_in_the_mapped_gallery() -> None:
         found = cmc(pairs.new_ND, mapped, labels, labels, rows, rows)[1]
         floor = cmc(pairs.old_Nd, pairs.old_Nd, labels, labels, rows, rows)[1]
         assert found > floor, "the new model's queries find more in the mapped gallery than old queries in the old one"
-
-
-def test_a_captioned_map_of_galleries_gains_as_much_as_its_queries_do() -> None:
-    images, rows = made(1), np.arange(300)
-    pairs = CaptionedEmbeddings.join_complete(*(replace(side.take(rows), labels_N=rows) for side in (images, images)))
-    choice = choose(pairs.swapped(), seed=0)
+    rows = np.arange(300)
+    captioned = CaptionedEmbeddings.join_complete(*(replace(made(1).take(rows), labels_N=rows) for _ in range(2))).swapped()
+    choice = choose(captioned, seed=0)
     assert choice.of_galleries and not choice.candidate.share and choice.candidate.power is None
-    assert fit(choice.candidate, CandidateParts(pairs.swapped())).maps_galleries
+    assert fit(choice.candidate, CandidateParts(captioned)).maps_galleries
 
 
 def test_a_map_without_training_embeddings_is_chosen_among_its_kind(sides: tuple[Path, Path], tmp_path: Path) -> None:

@@ -9,11 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import faiss
 import numpy as np
 import pytest
 import torch
 import warm
+from conftest import invoke, write_embeds
+from test_index_gallery import write_index
 from test_map_vectors import json_lines, made, normalised, parquet
 from transformers import AutoModel
 from typer.testing import CliRunner
@@ -53,11 +54,9 @@ def written(folder: Path, texts: list[str] = TEXTS, ids: list[str] = IDS) -> Pat
 
 
 def mapped(*arguments: Any) -> dict[str, Any]:
-    done = CliRunner().invoke(app, ["map", "--allow-worse", *map(str, arguments)])
-    if done.exception is not None:
-        raise done.exception
+    said = invoke("map", "--allow-worse", *arguments)
     out = Path(arguments[arguments.index("--out") + 1])
-    return json.loads((out / "report.json").read_text()) | {"output": " ".join(done.output.split())}
+    return json.loads((out / "report.json").read_text()) | {"output": " ".join(said.split())}
 
 
 @pytest.fixture
@@ -139,12 +138,8 @@ def test_both_sides_may_be_models(folder_of: dict[str, str], tmp_path: Path) -> 
 
 def test_texts_are_not_joined_by_an_id_that_several_vectors_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     serve_letters(tmp_path, monkeypatch)
-    old = tmp_path / "old"
-    old.mkdir()
-    np.save(old / "image_embeds.npy", made()[: len(IDS)])
-    (old / "image_ids.txt").write_text("\n".join(IDS[: len(made())]))
-    np.save(old / "text_embeds.npy", rotated(np.array(Service()(TEXTS)), 4))
-    (old / "text_ids.txt").write_text("\n".join([IDS[0], IDS[0], *IDS[2:]]))
+    old = write_embeds(tmp_path / "old", IDS[: len(made())], image=made()[: len(IDS)])
+    write_embeds(old, [IDS[0], IDS[0], *IDS[2:]], text=rotated(np.array(Service()(TEXTS)), 4))
     texts = TextInput(written(tmp_path), "letters_service:embed")
     pairs = pairs_of_texts(old, Path("letters"), texts, tmp_path / "cache").pairs
     np.testing.assert_array_equal(pairs.old_Nd, np.load(old / "text_embeds.npy")[2:])
@@ -158,17 +153,14 @@ def test_texts_are_not_joined_by_an_id_that_several_vectors_have(tmp_path: Path,
 
 def test_classes_beside_vectors_of_texts_are_what_a_query_should_find(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     serve_letters(tmp_path, monkeypatch)
-    old = tmp_path / "old"
-    old.mkdir()
-    np.save(old / "text_embeds.npy", rotated(np.array(Service()(TEXTS)), 4)[::-1])
-    (old / "text_ids.txt").write_text("\n".join(IDS[::-1]))
-    (old / "labels.txt").write_text("\n".join(text.split()[-1] for text in TEXTS[::-1]))
+    vectors, labels = rotated(np.array(Service()(TEXTS)), 4), [text.split()[-1] for text in TEXTS]
+    old = write_embeds(tmp_path / "old", IDS[::-1], labels[::-1], text=vectors[::-1])
     asked = ("--texts", written(tmp_path), "--embed-with", "letters_service:embed")
     report = mapped("--old", old, "--new", "letters", *asked, "--out", tmp_path / "map")
     assert report["classes"] == len(THINGS) and "cmc@1" in next(iter(report["floor"].values())) and not report["of_agreement"]
     pairs = pairs_of_texts(old, Path("letters"), TextInput(tmp_path / "passages.jsonl", asked[-1]), tmp_path / "cache").pairs
     assert isinstance(pairs, PairedEmbeddings) and pairs.labels_N is not None
-    assert pairs.labels_N.tolist() == [sorted(THINGS).index(text.split()[-1]) for text in TEXTS]
+    assert pairs.labels_N.tolist() == [sorted(THINGS).index(label) for label in labels]
 
 
 def test_texts_for_two_sides_of_vectors_are_refused(tmp_path: Path) -> None:
@@ -259,22 +251,16 @@ def test_sentences_of_texts_choose_the_line(clip: str) -> None:
     assert choice.sentences["rotation"] == pytest.approx(np.mean(found), rel=0.02)
 
 
-def test_a_map_of_other_items_is_no_better_than_chance() -> None:
-    pairs = seen()
-    others = np.random.default_rng(1).permutation(len(pairs))
-    choice = choose_by_agreement(PairedEmbeddings(pairs.new_ND[others], pairs.old_Nd))
-    assert choice.by_chance and as_json(choice)["by_chance"]
-    assert describe_choice(choice)[0].startswith("! No better than chance") and "classes" not in describe_choice(choice)[0]
-    assert not choose_by_agreement(pairs).by_chance and "chance" not in " ".join(describe_choice(choose_by_agreement(pairs)))
-
-
-def test_a_part_is_learned_from_if_there_is_much(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_part_is_learned_from_and_chance_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agreement, "LEARNED", 200)
     assert choose_by_agreement(seen()).learned_at_most == 200
     pairs = seen()
     shuffled = PairedEmbeddings(pairs.new_ND[np.random.default_rng(1).permutation(len(pairs))], pairs.old_Nd)
-    chance, part, _ = describe_choice(choose_by_agreement(shuffled))
-    assert chance.startswith("! No better than chance") and part.startswith("Candidates learned from at most 200 items")
+    choice = choose_by_agreement(shuffled)
+    chance, part, _ = describe_choice(choice)
+    assert as_json(choice)["by_chance"] and not choose_by_agreement(pairs).by_chance
+    assert "classes" not in chance and chance.startswith("! No better than chance")
+    assert part.startswith("Candidates learned from at most 200 items")
     with pytest.raises(XcompatError, match="at least 40 are needed, found 39"):
         choose_by_agreement(seen(39))
 
@@ -282,10 +268,10 @@ def test_a_part_is_learned_from_if_there_is_much(monkeypatch: pytest.MonkeyPatch
 class Service:
     """A service that embeds texts by their letters, notes each call, and fails where it is told to."""
 
-    def __init__(self, dim: int = 6) -> None:
+    def __init__(self, dim: int = 6, seed: int = 0) -> None:
         self.calls: list[list[str]] = []
         self.fails: Callable[[int], bool] = lambda call: False
-        self.turn = np.random.default_rng(0).standard_normal((256, dim))
+        self.turn = np.random.default_rng(seed).standard_normal((256, dim))
 
     def __call__(self, texts: list[str]) -> list[list[float]]:
         self.calls.append(texts)
@@ -306,9 +292,7 @@ def test_what_was_answered_is_never_asked_again(slept: list[float], tmp_path: Pa
     service = Service()
     provider = Provider(service, "letters-3", batch=8)
     service.fails = lambda call: call > 3
-    with pytest.raises(
-        XcompatError, match=rf"letters-3 failed {ATTEMPTS} times .ConnectionError: no answer.; its answers are saved"
-    ):
+    with pytest.raises(XcompatError, match=rf"letters-3 failed {ATTEMPTS} times .* no answer.; its answers are saved"):
         provider.embed_texts(TEXTS, tmp_path / "cache", "texts")
     assert len(service.calls) == 3 + ATTEMPTS and len(slept) >= ATTEMPTS - 1, "it waits between attempts"
     service.fails = lambda call: False
@@ -398,11 +382,10 @@ def test_functions_are_found_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyP
             load_function(name)
 
 
-def serve_letters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def serve_letters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dim: int = 6) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "letters_service.py").write_text(
-        f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\nfrom test_map_texts import Service\nembed = Service()\n"
-    )
+    here = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})"
+    (tmp_path / "letters_service.py").write_text(f"{here}\nfrom test_map_texts import Service\nembed = Service({dim})\n")
 
 
 def test_a_service_is_the_new_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -423,17 +406,11 @@ def test_a_service_is_the_new_side(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_a_random_sample_of_an_index_is_embedded(clip: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     old, file = rotated(embedded(clip)), written(tmp_path)
-    index = faiss.IndexFlatIP(old.shape[1])
-    index.add(old)
-    faiss.write_index(index, str(tmp_path / "old.faiss"))
+    write_index(tmp_path / "old.faiss", old)
     (tmp_path / "ids.txt").write_text("".join(f"{name}\n" for name in IDS))
     reading = Reading(tmp_path / "ids.txt")
-    sampled = [
-        pairs_of_texts(
-            tmp_path / "old.faiss", Path(clip), TextInput(file), tmp_path / "cache", 0.1, reading, "new_to_old", 45, seed
-        )
-        for seed in (0, 0, 1)
-    ]
+    given = (tmp_path / "old.faiss", Path(clip), TextInput(file), tmp_path / "cache", 0.1, reading, "new_to_old", 45)
+    sampled = [pairs_of_texts(*given, seed) for seed in (0, 0, 1)]
     first, again, other = (found.pairs for found in sampled)
     assert len(first) == 45 and first.n_stored == len(TEXTS) and first.coverage == 0.75
     np.testing.assert_array_equal(first.old_Nd, again.old_Nd)

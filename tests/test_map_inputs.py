@@ -1,8 +1,9 @@
-"""What xcompat map says of its inputs: rows without a usable embedding, and pairs from another domain than the gallery."""
+"""What xcompat map reads: rows without a usable embedding, pairs of another domain than the gallery, and classes of items."""
 
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,18 +11,23 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from click.testing import Result
+from conftest import Run, invoke, write_embeds, write_photos
 from hypothesis import given
 from hypothesis import strategies as st
+from test_index_gallery import write_index
+from test_map import write
 from typer.testing import CliRunner
 
-from xcompat import Fingerprint, XcompatError
+from xcompat import Fingerprint, XcompatError, fit_map
 from xcompat.cli import app
-from xcompat.mapping import fit_map
 from xcompat.mapping.domain import FAR, describe_shift, measure_shift, read_gallery_vectors
+from xcompat.mapping.from_texts import pairs_of_texts
+from xcompat.mapping.item_labels import read_item_labels
 from xcompat.mapping.paired import PairedEmbeddings, load_paired
+from xcompat.mapping.request import TextInput
 from xcompat.mapping.sides import read_sides
 from xcompat.retrieval import Gallery
+from xcompat.stores.places import Reading
 from xcompat.training.evaluate_command import evaluate_embeddings
 
 pytestmark = pytest.mark.usefixtures("undrawn")
@@ -35,11 +41,7 @@ def draw(seed: int = 0, dim: int = 8) -> np.ndarray:
 
 
 def write_npy(here: Path, rows: list) -> Path:
-    folder = here / "npy"
-    folder.mkdir()
-    np.save(folder / "image_embeds.npy", [np.full(8, np.nan, np.float32) if row is None else row for row in rows])
-    (folder / "image_ids.txt").write_text("\n".join(IDS))
-    return folder
+    return write_embeds(here / "npy", IDS, image=[np.full(8, np.nan, np.float32) if row is None else row for row in rows])
 
 
 def write_parquet(here: Path, rows: list) -> Path:
@@ -107,17 +109,15 @@ def test_rows_of_any_length_are_used_and_said(tmp_path: Path) -> None:
 
 def test_too_many_bad_rows_are_refused_with_the_option(tmp_path: Path) -> None:
     path = write_parquet(tmp_path, [None if row < 30 else each for row, each in enumerate(draw())])
-    with pytest.raises(
-        XcompatError, match=r"30 of 60 rows .* share 0.1: row 0 \('item 0'\) has no embedding; .* --max-bad-share"
-    ):
+    with pytest.raises(XcompatError, match=r"30 of 60 rows .* row 0 \('item 0'\) has no embedding; .* --max-bad-share"):
         read_sides(path)
     (side,) = read_sides(path, 0.5).values()
     assert side.usable_N.sum() == 30
 
 
-def run_map(here: Path, *options: str) -> Result:
+def run_map(here: Path, *options: str) -> str:
     files = ["--old", str(here / "old.npy"), "--new", str(here / "new.npy"), "--old-model", "b32", "--out", str(here / "map")]
-    return CliRunner().invoke(app, ["map", *files, "--allow-worse", *options])
+    return invoke("map", *files, "--allow-worse", *options)
 
 
 def test_map_says_what_it_left_out_and_keeps_it_in_the_report(tmp_path: Path) -> None:
@@ -125,21 +125,11 @@ def test_map_says_what_it_left_out_and_keeps_it_in_the_report(tmp_path: Path) ->
     old[:12] = 0
     np.save(tmp_path / "old.npy", old)
     np.save(tmp_path / "new.npy", draw(1))
-    refused = run_map(tmp_path)
-    assert isinstance(refused.exception, XcompatError) and "--max-bad-share" in str(refused.exception)
-    taken = run_map(tmp_path, "--max-bad-share", "0.2")
-    assert taken.exit_code == 0, taken.output
+    with pytest.raises(XcompatError, match="--max-bad-share"):
+        run_map(tmp_path)
+    run_map(tmp_path, "--max-bad-share", "0.2")
     report = json.loads((tmp_path / "map" / "report.json").read_text())
     assert report["items"] == 48 and any("12 of 60 rows" in line for line in report["said"])
-
-
-def write_labelled(folder: Path, rows: np.ndarray, ids: list[str], labels: list[str] | None = None) -> Path:
-    folder.mkdir()
-    np.save(folder / "image_embeds.npy", rows)
-    (folder / "image_ids.txt").write_text("\n".join(ids))
-    if labels is not None:
-        (folder / "labels.txt").write_text("\n".join(labels))
-    return folder
 
 
 def test_no_model_is_judged_on_what_one_of_them_lacks(tmp_path: Path) -> None:
@@ -148,18 +138,12 @@ def test_no_model_is_judged_on_what_one_of_them_lacks(tmp_path: Path) -> None:
     new[BAD] = np.nan
     whole = np.delete(np.arange(ITEMS), [BAD, 11])
     left = [row for row in range(ITEMS) if row != 11]
-    place = write_labelled(tmp_path / "old", old, IDS, labels)
-    other = write_labelled(tmp_path / "new", new[left][::-1], [IDS[row] for row in left][::-1])  # another order, one row less
+    place = write(tmp_path / "old", old, IDS, labels)
+    other = write(tmp_path / "new", new[left][::-1], [IDS[row] for row in left][::-1])  # another order, one row less
     found = evaluate_embeddings(place, other, None, None, tmp_path / "report")
     kept = [[each[row] for row in whole] for each in (IDS, labels)]
-    plain = evaluate_embeddings(
-        write_labelled(tmp_path / "old-kept", old[whole], *kept),
-        write_labelled(tmp_path / "new-kept", new[whole], kept[0]),
-        None,
-        None,
-        tmp_path / "report-kept",
-    )
-    assert found.cases == plain.cases
+    place, other = write(tmp_path / "old-kept", old[whole], *kept), write(tmp_path / "new-kept", new[whole], kept[0])
+    assert found.cases == evaluate_embeddings(place, other, None, None, tmp_path / "report-kept").cases
 
 
 EMBEDDINGS = Path(__file__).resolve().parents[2] / "shared" / "data" / "text" / "embeddings"
@@ -167,7 +151,6 @@ needs_embeddings = pytest.mark.skipif(not EMBEDDINGS.is_dir(), reason="needs ../
 
 
 def draw_vectors(seed: int, count: int, offset: float = 0.0, dim: int = 16) -> np.ndarray:
-    """Draw unit vectors around a direction."""
     rows = np.random.default_rng(seed).standard_normal((count, dim)) + 0.5
     rows[:, : dim // 2] += offset
     return (rows / np.linalg.norm(rows, axis=1, keepdims=True)).astype(np.float32)
@@ -220,7 +203,7 @@ def test_map_warns_of_a_gallery_unlike_the_pairs(tmp_path: Path) -> None:
     assert not any("unlike" in line for line in said), "the last run compared the pairs with themselves"
 
 
-def test_fit_map_warns_of_a_gallery_unlike_the_pairs(caplog: pytest.LogCaptureFixture) -> None:
+def test_python_warns_of_stored_vectors_unlike_the_pairs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     pairs = draw_vectors(1, 300)
     fit_map(pairs, pairs, gallery=pairs[:200])
     assert not caplog.messages
@@ -228,12 +211,117 @@ def test_fit_map_warns_of_a_gallery_unlike_the_pairs(caplog: pytest.LogCaptureFi
     assert any("pairs are unlike the vectors of the gallery" in line for line in caplog.messages)
     with pytest.raises(XcompatError, match="8 dimensions, and the old embeddings have 16"):
         fit_map(pairs, pairs, gallery=draw_vectors(2, 200, dim=8))
-
-
-def test_a_biased_part_of_the_stored_vectors_is_noticed(tmp_path: Path) -> None:
-    vectors = np.concatenate([draw_vectors(1, 300), draw_vectors(2, 900, offset=3.0)])
+    vectors = np.concatenate([pairs, draw_vectors(2, 900, offset=3.0)])
     for side, count in (("old", 1200), ("new", 300)):
-        (tmp_path / side).mkdir()
-        np.save(tmp_path / side / "text_embeds.npy", vectors[:count])
-        (tmp_path / side / "text_ids.txt").write_text("".join(f"t{row}\n" for row in range(count)))
+        write_embeds(tmp_path / side, [f"t{row}" for row in range(count)], text=vectors[:count])
     assert any("unlike the vectors of" in note for note in load_paired(tmp_path / "old", tmp_path / "new").notes)
+
+
+COUNT = 12
+NAMES = [f"{number:02}.png" for number in range(COUNT)]
+CLASSES = [("shoe", "hat", "cup")[number % 3] for number in range(COUNT)]
+KNOWN = [("cup", "hat", "shoe").index(label) for label in CLASSES]
+
+
+@pytest.fixture
+def index(tmp_path: Path) -> Path:
+    """Return an index of 12 photos, with their file names in ids.txt, backwards."""
+    write_photos(tmp_path / "photos", COUNT)
+    vectors = np.random.default_rng(0).standard_normal((COUNT, 6)).astype(np.float32)
+    (tmp_path / "ids.txt").write_text("".join(f"{name}\n" for name in NAMES[::-1]))
+    return write_index(tmp_path / "old.faiss", vectors)
+
+
+def written(folder: Path, kind: str) -> Path:
+    """Write the classes of the photos."""
+    shuffled = np.random.default_rng(1).permutation(COUNT).tolist()
+    columns = {"file_name": [NAMES[row] for row in shuffled], "category": [CLASSES[row] for row in shuffled], "price": shuffled}
+    if kind == "lines":
+        (folder / "classes.txt").write_text("".join(f"{label}\n" for label in CLASSES[::-1]))  # the index is backwards
+        return folder / "classes.txt"
+    if kind == "list":
+        (folder / "list.txt").write_text("".join(f"{name} {label}\n" for name, label in zip(NAMES, CLASSES, strict=True)))
+        return folder / "list.txt"
+    if kind == "folders":
+        for name, label in zip(NAMES, CLASSES, strict=True):
+            (folder / "sorted" / label).mkdir(parents=True, exist_ok=True)
+            shutil.copy(folder / "photos" / name, folder / "sorted" / label / name)
+        return folder / "sorted"
+    if kind == "parquet":
+        pq.write_table(pa.table(columns), folder / "classes.parquet")
+        return folder / "classes.parquet"
+    rows = zip(*(columns[name] for name in ("file_name", "category")), strict=True)
+    (folder / "classes.csv").write_text("file_name,category\n" + "".join(f"{name},{label}\n" for name, label in rows))
+    return folder / "classes.csv"
+
+
+@pytest.mark.parametrize("kind", ["lines", "list", "folders", "parquet", "csv"])
+def test_classes_of_an_index_come_from_any_source(index: Path, folder_of: dict[str, str], tmp_path: Path, kind: str) -> None:
+    reading = Reading(tmp_path / "ids.txt", labels=written(tmp_path, kind))
+    images = TextInput(tmp_path / "photos", are_images=True)
+    pairs = pairs_of_texts(index, Path(folder_of["clip"]), images, tmp_path / "cache", reading=reading).pairs
+    assert isinstance(pairs, PairedEmbeddings) and pairs.labels_N is not None
+    assert pairs.labels_N.tolist() == KNOWN, "pairs are in the order of the photos"
+    joined = load_paired(index, write_embeds(tmp_path / "new", NAMES, image=np.eye(COUNT, dtype=np.float32)), reading=reading)
+    assert isinstance(joined, PairedEmbeddings) and joined.labels_N is not None
+    assert joined.labels_N.tolist() == KNOWN[::-1], "pairs are in the order of the index"
+
+
+def test_items_without_a_class_are_not_used(index: Path, folder_of: dict[str, str], tmp_path: Path) -> None:
+    file = written(tmp_path, "csv")
+    file.write_text(
+        "".join(line for line in file.read_text().splitlines(keepends=True) if "03.png" not in line).replace("cup", "")
+    )
+    reading, images = Reading(tmp_path / "ids.txt", labels=file), TextInput(tmp_path / "photos", are_images=True)
+    pairs = pairs_of_texts(index, Path(folder_of["clip"]), images, tmp_path / "cache", reading=reading, sample=5).pairs
+    assert isinstance(pairs, PairedEmbeddings) and pairs.labels_N is not None and len(pairs) == 5 and pairs.n_stored == COUNT
+    assert set(pairs.labels_N.tolist()) == {0, 1}, "the sample is drawn from items with a class"
+    assert any("7 of 12 items have a class in" in note and "only these are used" in note for note in pairs.notes)
+
+
+def test_models_on_both_sides_take_classes_of_the_images(folder_of: dict[str, str], tmp_path: Path) -> None:
+    write_photos(tmp_path / "photos", COUNT)
+    images, file = TextInput(tmp_path / "photos", are_images=True), written(tmp_path, "csv")
+    models = Path(folder_of["siglip"]), Path(folder_of["clip"])
+    pairs = pairs_of_texts(*models, images, tmp_path / "cache", reading=Reading(labels=file)).pairs
+    assert isinstance(pairs, PairedEmbeddings) and pairs.labels_N is not None and pairs.labels_N.tolist() == KNOWN
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a\nb\n", "classes.txt has 2 classes, but .*old.faiss has 12 items"),
+        ("id,label\n00.png,hat\n00.png,cup\n", "has two classes of '00.png': 'hat' and 'cup'; keep one of them"),
+        ("id,label\nx,hat\n", r"has no class for any item of .*photos \('x', '00.png'\); use the same ids"),
+        ("id,kind\nx,hat\n", "has no column named label or class"),
+    ],
+)
+def test_unfit_classes_are_refused(index: Path, tmp_path: Path, text: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("xcompat.mapping.from_texts.load_embedder", lambda *_: pytest.fail("a model is loaded"))
+    file = tmp_path / ("classes.csv" if "," in text else "classes.txt")
+    file.write_text(text)
+    reading, images = Reading(tmp_path / "ids.txt", labels=file), TextInput(tmp_path / "photos", are_images=True)
+    with pytest.raises(XcompatError, match=message):
+        pairs_of_texts(index, Path("new"), images, tmp_path / "cache", reading=reading)
+
+
+def test_map_takes_classes_of_an_index(index: Path, folder_of: dict[str, str], tmp_path: Path, run_xcompat: Run) -> None:
+    named = ("map", "--old", index, "--ids", tmp_path / "ids.txt", "--new", folder_of["clip"], "--images", tmp_path / "photos")
+    asked = (*named, "--out", tmp_path / "map", "--allow-worse")
+    code, _, err = run_xcompat(*asked, "--labels", tmp_path / "nowhere.csv")
+    assert code == 2 and "nowhere.csv does not exist" in err
+    code, _, err = run_xcompat(*asked, "--searched-classes", "known")
+    assert code == 2 and "--searched-classes known needs classes; add them with --labels" in err
+    assert not (tmp_path / "map.cache").exists(), "it is refused before images are embedded"
+    code, _, err = run_xcompat(*asked, "--labels", written(tmp_path, "csv"), "--searched-classes", "known")
+    assert code == 0 and '"classes": 3' in (tmp_path / "map" / "report.json").read_text(), err
+    (tmp_path / "classes.csv").write_text((tmp_path / "classes.csv").read_text().replace("cup", "mug"))
+    code, _, err = run_xcompat(*asked, "--labels", tmp_path / "classes.csv", "--searched-classes", "known")
+    assert code == 2 and "a map made with a different --labels" in err
+
+
+def test_fit_map_takes_a_path_of_classes(index: Path, tmp_path: Path) -> None:
+    new = write_index(tmp_path / "new.faiss", np.eye(COUNT, dtype=np.float32))
+    fitted = fit_map(index, new, labels=written(tmp_path, "lines"))
+    assert fitted.choice is None, "12 items are too few to choose"
+    assert read_item_labels(tmp_path / "classes.txt").classes == CLASSES[::-1]
