@@ -1,4 +1,4 @@
-"""A map of a service's embeddings and the function that asks the service: they search, and embed documents, together."""
+"""Services that embed: maps of their embeddings search with them, and migrations take their vectors."""
 
 from __future__ import annotations
 
@@ -7,13 +7,17 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from conftest import invoke, write_embeds
 from haystack import Document
 from PIL import Image
-from test_map_texts import TEXTS, Service, rotated
+from store_places import LancePlace, unit_vectors
+from test_map_texts import TEXTS, Service, rotated, serve_letters
 from transformers import pipeline
 from typer.testing import CliRunner
 
@@ -25,10 +29,12 @@ from xcompat.integrations.langchain import CompatEmbeddings
 from xcompat.integrations.llamaindex import CompatEmbedding
 from xcompat.models.config import describe_old
 from xcompat.retrieval import Gallery
+from xcompat.stores import migration
+from xcompat.stores.service import ServiceEmbedding
 
 OLD = Fingerprint.from_string("the old model")
 QUERY = "a red hat"
-NAMED = "letters_of_texts:embed"
+NAMED = "letters_service:embed"
 NEW_DIM, OLD_DIM = 8, 6
 
 
@@ -55,12 +61,7 @@ def gallery(tmp_path: Path) -> Gallery:
 
 @pytest.fixture
 def named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Write the function into a module of the current folder."""
-    monkeypatch.chdir(tmp_path)
-    here = str(Path(__file__).parent)
-    (tmp_path / "letters_of_texts.py").write_text(
-        f"import sys; sys.path.insert(0, {here!r})\nfrom test_map_texts import Service\nembed = Service({NEW_DIM})\n"
-    )
+    serve_letters(tmp_path, monkeypatch, NEW_DIM)
     return NAMED
 
 
@@ -70,11 +71,7 @@ def viewed(map_folder: str, text: str) -> np.ndarray:
 
 
 def searched(gallery: Gallery, query: str, *more: str) -> str:
-    done = CliRunner().invoke(app, ["gallery", "search", str(gallery.path), query, "--top-k", "3", *more])
-    if isinstance(done.exception, XcompatError):
-        raise done.exception
-    assert not done.exit_code, done.output
-    return done.output
+    return invoke("gallery", "search", gallery.path, query, "--top-k", 3, *more)
 
 
 def test_the_command_line_asks_the_service(gallery: Gallery, map_folder: str, named: str) -> None:
@@ -146,9 +143,7 @@ def test_a_gallery_takes_texts_that_the_service_embedded(gallery: Gallery, map_f
 
 
 def test_misfits_refused(map_folder: str, old_folder: str, gallery: Gallery, named: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(
-        XcompatError, match="Service returned 5 dimensions, but the map takes 8; use the function that the map was fitted with"
-    ):
+    with pytest.raises(XcompatError, match="Service returned 5 dimensions, but the map takes 8; use the function"):
         ServedMap.load(map_folder, Service(5)).embed([QUERY])
     monkeypatch.setattr("time.sleep", lambda seconds: None)
     service = Service()
@@ -162,7 +157,7 @@ def test_misfits_refused(map_folder: str, old_folder: str, gallery: Gallery, nam
     with pytest.raises(XcompatError, match="has its own encoder: remove the embedding function"):
         ServedMap.load(known, service)
     Image.new("RGB", (8, 8)).save("photo.png")
-    with pytest.raises(XcompatError, match="letters_of_texts:embed embeds only texts"):
+    with pytest.raises(XcompatError, match="letters_service:embed embeds only texts"):
         searched(gallery, "photo.png", "--model", map_folder, "--embed-with", named)
 
 
@@ -194,19 +189,14 @@ def services(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[s
     monkeypatch.chdir(tmp_path)
     (tmp_path / "of_services.py").write_text(SERVICES.format(here=str(Path(__file__).parent), dim=NEW_DIM))
     (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"id": text, "text": text}) + "\n" for text in TEXTS))
-    (tmp_path / "old").mkdir()
-    np.save(tmp_path / "old" / "text_embeds.npy", rotated(new(TEXTS), OLD_DIM).astype(np.float32))
-    (tmp_path / "old" / "text_ids.txt").write_text("\n".join(TEXTS))
+    write_embeds(tmp_path / "old", TEXTS, text=rotated(new(TEXTS), OLD_DIM).astype(np.float32))
     named = ["map", "--old", "old", "--new", "letters", "--texts", "texts.jsonl", "--out", "made"]
     yield [*named, "--old-model", OLD.name, "--allow-worse"]
     sys.modules.pop("of_services", None)
 
 
 def fit(options: list[str], function: str, *more: str) -> None:
-    done = CliRunner().invoke(app, [*options, "--embed-with", f"of_services:{function}", *more])
-    if isinstance(done.exception, XcompatError):
-        raise done.exception
-    assert not done.exit_code, done.output
+    invoke(*options, "--embed-with", f"of_services:{function}", *more)
 
 
 def test_another_service_is_refused(services: list[str], gallery: Gallery, caplog: pytest.LogCaptureFixture) -> None:
@@ -245,3 +235,135 @@ def test_test_texts_go_with_the_first_queries_once(services: list[str]) -> None:
     for query in (QUERY, "a blue hat"):
         np.testing.assert_allclose(served.embed([query]).numpy(), new([query]), atol=1e-6)
     assert [len(texts) for texts in calls] == [4, 1]
+
+
+pytestmark = pytest.mark.usefixtures("few_searches")
+N = 40
+MODULE = """
+import numpy as np
+
+noise = np.random.default_rng()
+
+def embed(texts):
+    rows = np.stack([np.random.default_rng(len(text) + sum(map(ord, text))).standard_normal(8) for text in texts])
+    rows += noise.normal(0, 1e-4, rows.shape)  # as services round
+    return rows / np.linalg.norm(rows, axis=1, keepdims=True)
+"""
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> LancePlace:
+    pytest.importorskip("lancedb")
+    found = LancePlace(tmp_path / "database")
+    found.fill(unit_vectors(N, OLD_DIM))
+    for row in range(N):
+        found.note(str(row), f"a thing called {row}")
+    return found
+
+
+def test_a_killed_start_continues_and_pays_for_few_texts_again(place: LancePlace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ServiceEmbedding, "max_batch", 10)
+    first, then = Service(NEW_DIM), Service(NEW_DIM)
+
+    def stop(call: int) -> bool:
+        if call > 4:
+            raise KeyboardInterrupt
+        return False
+
+    first.fails = stop
+    with pytest.raises(KeyboardInterrupt):
+        migration.start(place.open(), ServiceEmbedding(Provider(first, "big-3", batch=5), "about"))
+    written = len(place.vectors("embedding_new"))
+    assert written == 10
+    provider = Provider(then, "big-3", batch=5)
+    migration.start(place.open(), ServiceEmbedding(provider, "about"))
+    assert len([text for call in then.calls for text in call if text.startswith("a thing")]) == N - written
+    assert migration.verify(place.open(), ServiceEmbedding(provider, "about")).passed
+
+
+def test_another_model_under_the_same_name_is_refused(place: LancePlace) -> None:
+    migration.start(place.open(), ServiceEmbedding(Provider(Service(NEW_DIM), "big-3"), "about"))
+    other = ServiceEmbedding(Provider(Service(NEW_DIM, seed=1), "big-3"), "about")
+    for verb in (migration.start, migration.verify, migration.switch):
+        with pytest.raises(XcompatError, match="big-3 does not embed as it did when this migration was started .* use the same"):
+            verb(place.open(), other)
+
+
+def test_the_command_line_re_embeds_by_a_service(place: LancePlace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Verify accepts answers that are not the same bits. With --json, stdout contains nothing else."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "migration_service.py").write_text(MODULE)
+    named = ["--model", "big-3", "--embed", "about", "--embed-with", "migration_service:embed"]
+
+    def run(verb: str, *options: str) -> Any:
+        result = CliRunner().invoke(app, ["migrate", verb, place.uri(), *options])
+        assert result.exit_code == 0, (verb, result.output, result.exception)
+        return result
+
+    assert "40 rows: about 168 tokens, about 0.17" in run("plan", *named, "--price-per-million-tokens", "1000").stdout
+    planned = run("plan", *named, "--json")
+    assert "less than a second to read and compute the vectors, plus time to load the model" in planned.stderr
+    found = json.loads(planned.stdout)
+    assert (found["rows"], found["dim"], found["where"]) == (N, NEW_DIM, None) and "168 tokens" in found["cost"]
+    assert "run `xcompat migrate verify`" in run("start", *named, "--batch", "16", "--requests-per-minute", "1e6").stdout
+    found = json.loads(run("status", "--json").stdout)
+    assert (found["state"], found["written"], found["missing"]) == ("filling", N, 0)
+    found = json.loads(run("verify", *named, "--json").stdout)
+    assert found["passed"] and found["compared"] == N and found["wrong"] == 0
+    run("switch", *named)
+    assert "_before from" in run("finish", "--yes").stdout
+    assert place.dim() == NEW_DIM and place.open().spaces()["embedding"].fingerprint.name == "big-3"  # type: ignore[union-attr]
+
+
+def switch_and_answer(place: LancePlace, monkeypatch: pytest.MonkeyPatch, answer: str | None) -> None:
+    """Switch to new vectors, in a terminal whose user gives an answer, or outside a terminal (None)."""
+    service = ServiceEmbedding(Provider(Service(NEW_DIM), "big-3"), "about")
+    migration.start(place.open(), service)
+    migration.switch(place.open(), service)
+    monkeypatch.setattr("xcompat.cli.migrate.sys", SimpleNamespace(stdin=SimpleNamespace(isatty=lambda: answer is not None)))
+
+
+ANSWERS = pytest.mark.parametrize(
+    ("answer", "options", "is_deleted"), [("n", [], False), ("y", [], True), (None, [], False), (None, ["--yes"], True)]
+)
+
+
+@ANSWERS
+def test_finish_asks_before_it_deletes(
+    place: LancePlace, monkeypatch: pytest.MonkeyPatch, answer: str | None, options: list[str], is_deleted: bool
+) -> None:
+    switch_and_answer(place, monkeypatch, answer)
+    result = CliRunner().invoke(app, ["migrate", "finish", place.uri(), *options], input=answer)
+    assert (result.exit_code == 0) == is_deleted and ("This cannot be undone." in result.output) == (answer is not None)
+    assert ("embedding_before" in place.names()) != is_deleted
+    assert ("confirm with --yes" in str(result.exception)) == (answer is None and not is_deleted)
+
+
+@ANSWERS
+def test_a_second_rollback_asks_before_it_deletes(
+    place: LancePlace, monkeypatch: pytest.MonkeyPatch, answer: str | None, options: list[str], is_deleted: bool
+) -> None:
+    """The first rollback only undoes the switch."""
+    switch_and_answer(place, monkeypatch, answer)
+    undone = CliRunner().invoke(app, ["migrate", "rollback", place.uri()])
+    assert undone.exit_code == 0 and "has the old vectors again" in undone.output and "embedding_new" in place.names()
+    again = CliRunner().invoke(app, ["migrate", "rollback", place.uri(), *options], input=answer)
+    assert ("embedding_new" in place.names()) != is_deleted and (again.exit_code == 0) == is_deleted
+    said = again.output if answer is not None or is_deleted else str(again.exception)
+    assert ("There is no switch to undo. Delete the new vectors, embedding_new" in said) == (answer is not None)
+    assert ("so this deletes embedding_new; confirm with --yes" in said) == (answer is None and not is_deleted)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--embed-with", "math:sqrt"], "--embed-with embeds texts of the rows; choose their field with --embed"),
+        (["--requests-per-minute", "9"], "--requests-per-minute and --price-per-million-tokens need --embed-with"),
+        (["--embed", "a", "--image-folder", ".", "--embed-with", "math:sqrt"], "embeds texts; remove --image-folder"),
+        (["--embed", "a", "--embed-with", "math:sqrt", "--engine", "ray"], "from a single process; remove --engine"),
+        (["--embed", "a", "--embed-with", "math:squirt"], "math has no function 'squirt'"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(place: LancePlace, options: list[str], said: str) -> None:
+    result = CliRunner().invoke(app, ["migrate", "start", place.uri(), "--model", "big-3", *options])
+    assert isinstance(result.exception, XcompatError) and said in str(result.exception)
