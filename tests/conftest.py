@@ -41,6 +41,7 @@ from xcompat.methods import RidgeModel
 from xcompat.models import CompatModel
 from xcompat.models.embedder import Embedder, load_embedder
 from xcompat.retrieval import Gallery, faiss_probe, probing
+from xcompat.training.recipe import Recipe, parse_recipe
 
 # pytorch-metric-learning, which tests compare with, would put another search in the place of faiss's own for all tests after it
 sys.modules["faiss.contrib.torch_utils"] = ModuleType("faiss.contrib.torch_utils")
@@ -199,6 +200,11 @@ def store(gallery: Gallery, *items: Any, **options: Any) -> Gallery:
     gallery.add(*items, **options)
     gallery.commit()
     return gallery
+
+
+def recipe_of(raw: dict[str, Any], **changes: Any) -> Recipe:
+    """Return the recipe of a document with some keys replaced."""
+    return parse_recipe({**raw, **changes}, "demo", "demo.yaml")
 
 
 def unit(rows: int, dim: int, seed: int = 0) -> torch.Tensor:

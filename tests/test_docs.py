@@ -14,6 +14,7 @@ import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -367,7 +368,8 @@ def check_xcompat(arguments: list[str]) -> None:
         assert given[0] in command.commands, f"no verb {given[0]}"
         command = command.commands[given.pop(0)]
     try:
-        command.make_context("xcompat", given)
+        with mock.patch("xcompat.data.sources.local_files"):  # originals of examples do not exist
+            command.make_context("xcompat", given)
     except Exception as error:
         raise AssertionError(f"xcompat {shlex.join(arguments)}: {error}") from error
     recipes = [word for word in arguments if word.startswith(("recipes/", "benchmarks/")) and word.endswith(".yaml")]

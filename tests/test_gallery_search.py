@@ -231,14 +231,14 @@ from xcompat.cli import gallery
 
 photos, more, texts, old, new, mapping, out = sys.argv[1:]
 out, of_texts, passages = Path(out), Path(out + "-texts"), {{"words": 5, "overlap": 1}}
-gallery.build(Path(photos), old, out)
-gallery.build(Path(photos), old, out)
-gallery.add(out, Path(more), new)
-gallery.upgrade(out, new, backfill=Path(photos), budget={BUDGET})
+gallery.build(photos, old, out)
+gallery.build(photos, old, out)
+gallery.add(out, more, new)
+gallery.upgrade(out, new, backfill=photos, budget={BUDGET})
 gallery.search(str(out), "a dog", new)
 gallery.upgrade(out, mapping)
-gallery.build(Path(texts), old, of_texts, **passages)
-gallery.upgrade(of_texts, new, backfill=Path(texts), budget={BUDGET}, **passages)
+gallery.build(texts, old, of_texts, **passages)
+gallery.upgrade(of_texts, new, backfill=texts, budget={BUDGET}, **passages)
 """
 
 

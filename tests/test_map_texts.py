@@ -171,7 +171,7 @@ def test_texts_for_two_sides_of_vectors_are_refused(tmp_path: Path) -> None:
     with pytest.raises(XcompatError, match=r"--embed-with embeds the texts as --new, but .*a.npy already contains embeddings"):
         mapped("--old", tmp_path / "a.npy", "--new", tmp_path / "a.npy", *asked, "--out", tmp_path / "map")
     with pytest.raises(XcompatError, match="--requests-per-minute is 0"):
-        mapped("--old", "a", "--new", "x", "--texts", "a", "--requests-per-minute", 0, "--out", tmp_path / "map")
+        mapped("--old", "a", "--new", "x", *asked[:2], "--requests-per-minute", 0, "--out", tmp_path / "map")
 
 
 def seen(items: int = 400, noise: float = 0.3) -> PairedEmbeddings:

@@ -50,7 +50,7 @@ EXAMPLES = {
         "gallery upgrade gallery --model runs/fct",
         "gallery upgrade gallery --model runs/xbt --backfill photos/ --budget 1000",
     ),
-    "gallery info": ("gallery info gallery", "gallery info gallery --json", "gallery info sqlite:///shop.db?table=items"),
+    "gallery info": ("gallery info gallery --json", "gallery info sqlite:///shop.db?table=items"),
     "gallery alias": ("gallery alias gallery clip-b32", 'gallery alias "postgresql://db/shop?table=products" clip-b32'),
     "gallery verify": ("gallery verify gallery", "gallery verify gallery --json"),
     "gallery doctor": (

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
-import datasets as hf
-
+from xcompat.core.lazy import datasets as hf
 from xcompat.core.progress import notice_once
 from xcompat.data.images import UnusableSampleError
 from xcompat.data.schema import ID, IMAGE
