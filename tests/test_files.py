@@ -1,33 +1,36 @@
-"""Durable, atomic writes: old or new at every instant, nothing lost by an error or a full disk, nothing left by the dead."""
+"""Atomic, durable writes that lose nothing by an error, a kill or a full disk, and exports that replace only their own."""
 
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import shutil
-import signal
 import subprocess
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import faiss
 import numpy as np
 import pytest
 import torch
+from conftest import Run
+from safetensors.torch import save_file
+from test_gallery_leftovers import at_call, killed
+from test_index_gallery import write_index
 
-from xcompat import XcompatError
+from xcompat import Fingerprint, XcompatError
 from xcompat.core import failures, files
 from xcompat.core.checksums import difference, file_record
-from xcompat.core.files import (
-    atomic_path,
-    clear_leftovers,
-    files_below,
-    list_entries,
-    read_json,
-    write_array,
-    write_json,
-)
+from xcompat.core.files import atomic_path, clear_leftovers, files_below, list_entries, read_json, write_array, write_json
+from xcompat.core.ownership import MARKER, owned_path, read_marker, require_replaceable
+from xcompat.export import to_faiss
+from xcompat.methods import METHODS
+from xcompat.models import CompatModel, describe_old
+from xcompat.quickstart.characters import run_quickstart
+from xcompat.retrieval import Gallery
 from xcompat.retrieval.faiss_building import make_index
 from xcompat.retrieval.faiss_index import write_faiss
 from xcompat.retrieval.items import Items
@@ -101,34 +104,14 @@ def test_what_can_be_put_back_neither_now_nor_at_once_is_put_back_later(tmp_path
     assert content(target) == ["old.txt"] and content(tmp_path) == ["target"]
 
 
-def killed_before(step: int, target: Path) -> None:
-    """Replace a folder in a process that is killed before its nth call that changes something."""
-    child = os.fork()
-    if child:
-        os.waitpid(child, 0)
-        return
-    left = iter(range(step))
-
-    def dying(original: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            if next(left, None) is None:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return original(*args, **kwargs)
-
-        return run
-
-    for owner, name in ((os, "fsync"), (Path, "rename"), (Path, "replace"), (os, "rmdir"), (os, "unlink"), (files, "_exchange")):
-        setattr(owner, name, dying(getattr(owner, name)))
-    try:
-        replace_folder(target)
-    finally:
-        os._exit(0)
-
-
-@pytest.mark.parametrize("step", range(8))
-def test_a_kill_between_any_two_steps_leaves_one_of_both(way: str, step: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("step", range(9))
+def test_a_kill_between_any_two_steps_leaves_one_of_both(
+    way: str, step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     target = folder_of(tmp_path / "target", "old.txt")
-    killed_before(step, target)
+    with monkeypatch.context() as patched:
+        at_call(patched, step, (files, "_exchange"))
+        killed(lambda: replace_folder(target))
     if way == "exchange":
         assert content(target) in (["old.txt"], ["new.txt"])
     replace_folder(target)  # the next start
@@ -269,24 +252,6 @@ def rows(path: Path) -> None:
     write_rows(path, Items(ids=[f"item {number}" for number in range(600)], metadata=[None] * 600))
 
 
-def array(path: Path) -> None:
-    write_array(path, np.ones(7000, np.float32))
-
-
-def weights(path: Path) -> None:
-    from safetensors.torch import save_file
-
-    save_file({"weight": torch.ones(7000)}, path)
-
-
-def json(path: Path) -> None:
-    write_json(path, {"text": "x" * 30_000})
-
-
-def onnx(path: Path) -> None:
-    exported().save(path)
-
-
 @cache
 def exported() -> torch.onnx.ONNXProgram:
     program = torch.onnx.export(torch.nn.Linear(80, 80), (torch.ones(1, 80),), dynamo=True, verbose=False)
@@ -298,10 +263,19 @@ def size_of(path: Path) -> int:
     return sum(file.stat().st_size for file in ([path] if path.is_file() else path.iterdir()))
 
 
-@pytest.mark.parametrize("write", [faiss_index, rows, array, weights, json, onnx])
-def test_a_file_is_whole_or_its_writer_says_that_it_is_not(
-    write: Callable[[Path], None], tiny_disk: Path, tmp_path: Path
-) -> None:
+WRITERS: dict[str, Callable[[Path], object]] = {
+    "faiss": faiss_index,
+    "rows": rows,
+    "array": lambda path: write_array(path, np.ones(7000, np.float32)),
+    "weights": lambda path: save_file({"weight": torch.ones(7000)}, path),
+    "json": lambda path: write_json(path, {"text": "x" * 30_000}),
+    "onnx": lambda path: exported().save(path),
+}
+
+
+@pytest.mark.parametrize("kind", WRITERS)
+def test_a_file_is_whole_or_its_writer_fails(kind: str, tiny_disk: Path, tmp_path: Path) -> None:
+    write = WRITERS[kind]
     write(tmp_path / "whole")
     whole, refused = size_of(tmp_path / "whole"), 0
     for pages in range(PAGES):
@@ -329,3 +303,191 @@ def test_what_pytorch_says_of_a_full_disk_is_understood(numbers: int) -> None:
     with pytest.raises(RuntimeError) as said:
         torch.save({"state": torch.zeros(numbers)}, "/dev/full")
     assert "no space left" in str(failures.explain(said.value))
+
+
+MADE_BY = "export example"
+OLD, EYE = Fingerprint.from_string("old"), np.eye(8, dtype=np.float32)
+
+
+def make(path: Path, text: str = "made", **options: object) -> None:
+    with owned_path(path, MADE_BY, **options) as temporary:  # type: ignore[arg-type]
+        if path.suffix:
+            temporary.write_text(text)
+        else:
+            (temporary / "inner").mkdir(parents=True)
+            (temporary / "inner" / "a.txt").write_text(text)
+
+
+def snapshot(folder: Path) -> dict[str, str]:
+    return {str(path.relative_to(folder)): path.read_text() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+@pytest.mark.parametrize("name", ["folder", "file.txt"])
+def test_a_command_replaces_its_own(name: str, tmp_path: Path) -> None:
+    for text in ("first", "second", "third"):
+        make(tmp_path / name, text)
+        assert text in snapshot(tmp_path).values()
+    made = read_marker(tmp_path / name)
+    assert made is not None and made.made_by == MADE_BY and len(made.files) == 1
+
+
+SPOILT: dict[str, Callable[[Path, Path, Path], object]] = {
+    "another's": lambda place, own, marker: (marker.unlink(), own.write_text("a user's")),
+    "changed": lambda place, own, marker: own.write_text("edited"),
+    "of another command": lambda place, own, marker: marker.write_text(marker.read_text().replace(MADE_BY, "export other")),
+    "marker gone": lambda place, own, marker: marker.unlink(),
+    "marker damaged": lambda place, own, marker: marker.write_text("{}"),
+    "more": lambda place, own, marker: (place / "notes.txt").write_text("a user's"),
+    "a link": lambda place, own, marker: (place / "notes.txt").symlink_to(place / "nowhere"),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "spoilt"), [*itertools.product(["folder"], SPOILT), *itertools.product(["file.txt"], list(SPOILT)[:5])]
+)
+def test_what_it_did_not_make_is_left_alone(name: str, spoilt: str, tmp_path: Path) -> None:
+    place = tmp_path / name
+    own = place / "inner" / "a.txt" if name == "folder" else place
+    make(place)
+    SPOILT[spoilt](place, own, place / MARKER if name == "folder" else tmp_path / f"{name}{MARKER}")
+    before = snapshot(tmp_path)
+    with pytest.raises(XcompatError, match="by `xcompat export example`; move it, choose another place, or add --overwrite"):
+        make(place, "again")
+    assert snapshot(tmp_path) == before
+    make(place, "again", overwrite=True)
+    assert own.read_text() == "again" and not (place / "notes.txt").is_symlink()
+    make(place, "its own from here on")
+
+
+def test_what_comes_while_it_works_is_left_alone(tmp_path: Path) -> None:
+    def slowly() -> None:
+        with owned_path(tmp_path / "a.txt", MADE_BY) as temporary:
+            temporary.write_text("made")
+            (tmp_path / "a.txt").write_text("a user's")
+
+    with pytest.raises(XcompatError, match="was not made by"):
+        slowly()
+    assert snapshot(tmp_path) == {"a.txt": "a user's"}
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["before the file", "before anything"])
+def test_a_kill_before_the_marker_stops_no_later_call(first: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make(tmp_path / "a.txt", "first")
+    replace, calls = Path.replace, iter(range(9))
+
+    def dying(path: Path, to: Path) -> Path:
+        if next(calls) == int(first):
+            raise KeyboardInterrupt
+        return replace(path, to)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "replace", dying)
+        with pytest.raises(KeyboardInterrupt):
+            make(tmp_path / "a.txt", "second")
+    assert (tmp_path / "a.txt").read_text() == "first"
+    make(tmp_path / "a.txt", "third")
+    assert (tmp_path / "a.txt").read_text() == "third"
+
+
+@pytest.mark.parametrize("overwrite", [True, False])
+def test_what_is_read_is_never_replaced(overwrite: bool, tmp_path: Path) -> None:
+    source = tmp_path / "run" / "model" / "in.txt"
+    source.parent.mkdir(parents=True)
+    source.write_text("a user's")
+    os.link(source, tmp_path / "same.txt")
+    (tmp_path / "link.txt").symlink_to(source)
+    for place in (source, source.parent, tmp_path / "run", tmp_path / "same.txt", tmp_path / "link.txt"):
+        with pytest.raises(XcompatError, match="is an input of `xcompat export example` .*in.txt.; write to another place"):
+            require_replaceable(place, MADE_BY, overwrite, [source])
+    require_replaceable(tmp_path / "run" / "exported", MADE_BY, overwrite, [source])
+
+
+@pytest.mark.parametrize("overwrite", [False, True, None])
+@pytest.mark.parametrize("place", [".", "..", "./", "../inner"])
+def test_current_folder_is_refused(place: str, overwrite: bool | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "inner" / "notes.txt").write_text("a user's")
+    monkeypatch.chdir(tmp_path / "inner")
+    with pytest.raises(XcompatError, match="is the current folder or a parent of it"):
+        require_replaceable(Path(place), MADE_BY, overwrite)
+    assert snapshot(tmp_path) == {"inner/notes.txt": "a user's"}
+
+
+def test_a_folder_that_a_kill_hid_is_not_taken_for_a_free_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "notes.txt").write_text("a user's")
+    hidden = tmp_path / ".docs.12345678.xcompat-partial"
+    hidden.mkdir()
+    (tmp_path / "docs").rename(hidden / f"docs{files._PREVIOUS}")
+    with pytest.raises(XcompatError, match=r"notes.txt was not made by"):
+        make(tmp_path / "docs")
+    assert snapshot(tmp_path) == {"docs/notes.txt": "a user's"}
+
+
+def ridge() -> CompatModel:
+    return METHODS["ridge"](METHODS["ridge"].config_class(old=describe_old(OLD, dim=8), embedding_dim=16)).eval()
+
+
+@pytest.mark.parametrize("kind", ["sentence-transformers", "onnx"])
+def test_an_export_deletes_no_folder_of_documents(kind: str, folder_of: dict[str, str], tmp_path: Path, run_xcompat: Run) -> None:
+    old = describe_old(OLD, dim=8)
+    METHODS["bct"].from_encoder(folder_of["clip"], old=old, classes=["cat", "dog"], dim=8).export(tmp_path / "run" / "model")
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "thesis.txt").write_text("years of work")
+    for out, said in (("docs", "thesis.txt was not made by"), ("run", "is an input of"), ("run/model", "is an input of")):
+        arguments = ["export", kind, tmp_path / "run", "--out", tmp_path / out, "--space", "own"]
+        code, _, printed = run_xcompat(*arguments)
+        assert code == 2 and said in printed.splitlines()[-1] and "Traceback" not in printed
+    assert (tmp_path / "docs" / "thesis.txt").read_text() == "years of work" and (tmp_path / "run/model/config.json").exists()
+
+
+def test_exports_keep_other_indexes(tmp_path: Path, run_xcompat: Run) -> None:
+    ridge().export(tmp_path / "run" / "model")
+    for name in ("old.faiss", "other.faiss"):
+        write_index(tmp_path / name, EYE)
+    before = (tmp_path / "old.faiss").read_bytes()
+    command = ["export", "faiss", tmp_path / "old.faiss", "--model", tmp_path / "run", "--out"]
+    for out, flag, said in (
+        ("old.faiss", [], "is an input of"),
+        ("old.faiss", ["--overwrite"], "is an input of"),
+        ("other.faiss", [], "not made"),
+    ):
+        code, _, printed = run_xcompat(*command, tmp_path / out, *flag)
+        assert code == 2 and said in printed
+    assert (tmp_path / "old.faiss").read_bytes() == (tmp_path / "other.faiss").read_bytes() == before
+    for flag in (["--overwrite"], [], []):
+        code, printed, more = run_xcompat(*command, tmp_path / "other.faiss", *flag)
+        assert code == 0 and "a faiss file does not record its model" in printed + more
+    assert faiss.read_index(str(tmp_path / "other.faiss")).d == 16
+
+
+def test_a_gallery_knows_whose_embeddings_go_into_an_export(tmp_path: Path) -> None:
+    def gallery(name: str, version: Fingerprint) -> Gallery:
+        made = Gallery.create(tmp_path / name, version, dim=8)
+        made.add(EYE, [f"{name} {row}" for row in range(8)])
+        made.commit()
+        return made
+
+    right, other = gallery("right", OLD), gallery("other", Fingerprint.from_string("of the same dimension"))
+    to_faiss(ridge(), right.path, tmp_path / "new.faiss")
+    about = read_marker(tmp_path / "new.faiss")
+    assert about is not None and about.about["vectors"] == str(OLD) and about.about["queries"].startswith("RidgeModel@")
+    with pytest.raises(XcompatError, match="of the same dimension@"):
+        to_faiss(ridge(), other.path, tmp_path / "wrong.faiss")
+    right.add(np.ones((1, 8), np.float32), ["one more"])
+    right.commit()
+    with pytest.raises(XcompatError, match="is not a single faiss index; merge it with `xcompat gallery compact"):
+        to_faiss(ridge(), right.path, tmp_path / "wrong.faiss")
+    adopted = Gallery.from_faiss(
+        tmp_path / "adopted", write_index(tmp_path / "own.faiss", EYE), [str(row) for row in range(8)], OLD
+    )
+    to_faiss(ridge(), adopted.path, tmp_path / "from_adopted.faiss")
+    assert not (tmp_path / "wrong.faiss").exists() and (tmp_path / "from_adopted.faiss").exists()
+
+
+def test_the_quickstart_replaces_no_other_recipe(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "recipe.yaml").write_text("method: bct\n")
+    with pytest.raises(XcompatError, match=r"recipe.yaml differs from the quickstart's recipe"):
+        run_quickstart(tmp_path)
+    assert (tmp_path / "recipe.yaml").read_text() == "method: bct\n"

@@ -19,6 +19,7 @@ import pytest
 from conftest import store
 from schedule import mostly_nightly
 from test_gallery import CLIP, DIM, found, naive, names, vectors
+from test_index_gallery import write_index
 
 from xcompat import XcompatError
 from xcompat.core import checksums
@@ -31,12 +32,8 @@ from xcompat.retrieval.lock import lock_writer
 from xcompat.retrieval.manifest import read_manifest
 
 
-class Killed(BaseException):
-    """Not an error that anything catches."""
-
-
 def die(*_: object, **__: object) -> None:
-    raise Killed
+    raise KeyboardInterrupt
 
 
 def killed(work: Callable[[], object]) -> None:
@@ -50,7 +47,7 @@ def killed(work: Callable[[], object]) -> None:
     os.waitpid(child, 0)
 
 
-def at_call(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+def at_call(monkeypatch: pytest.MonkeyPatch, number: int, *more: tuple[Any, str]) -> None:
     """End the process at the nth call that changes something on the disk."""
     count = 0
 
@@ -64,8 +61,8 @@ def at_call(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
 
         return run
 
-    for name in ("fsync", "mkdir", "rename", "replace", "rmdir", "unlink"):
-        monkeypatch.setattr(os, name, dying(getattr(os, name)))
+    for owner, name in (*((os, name) for name in ("fsync", "mkdir", "rename", "replace", "rmdir", "unlink")), *more):
+        monkeypatch.setattr(owner, name, dying(getattr(owner, name)))
 
 
 def a_gallery(path: Path, commits: int = 2, **options: Any) -> Gallery:
@@ -80,7 +77,6 @@ def contents(gallery: Gallery) -> list[list[str]]:
 
 
 def takes_the_lock(gallery: Gallery) -> None:
-    """Be a writer who changes nothing."""
     gallery.staging()
     gallery.close()
 
@@ -105,9 +101,7 @@ def test_what_is_not_the_gallerys_own_survives_a_compaction(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("call", mostly_nightly(range(0, 75, 4), lambda call: call % 12 == 0))
-def test_at_whatever_call_a_compaction_dies_every_state_that_is_listed_is_whole(
-    call: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_compaction_killed_at_any_call_leaves_states_whole(call: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gallery = a_gallery(tmp_path / "gallery", 3)
     gallery.remove(["part 0 1", "part 2 1"])
     gallery.commit()
@@ -142,24 +136,17 @@ def test_a_compaction_revives_nothing_that_others_removed_or_that_waits_for_a_co
 
 @pytest.mark.parametrize("call", mostly_nightly(range(24), lambda call: call % 6 == 0))
 def test_making_a_gallery_is_done_again_after_a_kill(call: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import faiss
-
-    index = faiss.IndexFlatL2(DIM)
-    index.add(vectors(5))
-    faiss.write_index(index, str(tmp_path / "own.faiss"))
+    own = write_index(tmp_path / "own.faiss", vectors(5))
     makers = {
         "created": lambda: Gallery.create(tmp_path / "created", CLIP, dim=DIM),
-        "adopted": lambda: Gallery.from_faiss(tmp_path / "adopted", tmp_path / "own.faiss", names(5), CLIP),
+        "adopted": lambda: Gallery.from_faiss(tmp_path / "adopted", own, names(5), CLIP),
     }
     for name, make in makers.items():
         with monkeypatch.context() as patched:
             at_call(patched, call)
             killed(make)
-        gallery = store(
-            Gallery.open(tmp_path / name) if (tmp_path / name / "gallery.json").exists() else make(),
-            vectors(2, 1),
-            names(2, "new"),
-        )
+        gallery = Gallery.open(tmp_path / name) if (tmp_path / name / "gallery.json").exists() else make()
+        store(gallery, vectors(2, 1), names(2, "new"))
         assert gallery.damage() == [] and len(Gallery.open(gallery.path)) == (2 if name == "created" else 7)
         left = {path.name for path in gallery.path.iterdir()}
         assert left == {".lock", "gallery.json", "generations", "segments"}
@@ -175,15 +162,6 @@ def test_a_folder_with_something_else_in_it_is_refused_and_left_as_it_is(foreign
     with pytest.raises(XcompatError, match=f"is not empty .it holds {foreign.split('/', maxsplit=1)[0]}"):
         Gallery.create(folder, CLIP, dim=DIM)
     assert (folder / foreign).read_text() == "mine"
-
-
-def test_a_gallery_that_has_lost_its_manifest_is_not_taken_for_one_that_was_begun(tmp_path: Path) -> None:
-    gallery = a_gallery(tmp_path / "gallery")
-    (gallery.path / "gallery.json").unlink()
-    with pytest.raises(XcompatError, match="is not empty"):
-        Gallery.create(gallery.path, CLIP, dim=DIM)
-    shutil.copy(gallery.path / "generations" / "00000002.json", gallery.path / "gallery.json")
-    assert len(Gallery.open(gallery.path)) == 20 and Gallery.open(gallery.path).damage() == []
 
 
 def test_the_next_writer_deletes_what_nobody_needs(tmp_path: Path) -> None:
@@ -211,7 +189,7 @@ def test_the_next_writer_deletes_what_nobody_needs(tmp_path: Path) -> None:
         assert Gallery.open(gallery.path, state.generation).damage() == []
 
 
-def test_nothing_is_deleted_while_a_state_cannot_be_read(tmp_path: Path) -> None:
+def test_nothing_is_lost_with_a_manifest_or_a_state(tmp_path: Path) -> None:
     gallery = a_gallery(tmp_path / "gallery")
     gallery.rollback(1)
     old = gallery.path / "generations" / "00000002.json"
@@ -220,17 +198,18 @@ def test_nothing_is_deleted_while_a_state_cannot_be_read(tmp_path: Path) -> None
     takes_the_lock(gallery)
     old.write_text(whole)
     assert gallery.rollback(2) == 4 and len(gallery) == 20 and gallery.damage() == []
+    (gallery.path / "gallery.json").unlink()
+    with pytest.raises(XcompatError, match="is not empty"):
+        Gallery.create(gallery.path, CLIP, dim=DIM)
+    shutil.copy(gallery.path / "generations" / "00000004.json", gallery.path / "gallery.json")
+    assert len(Gallery.open(gallery.path)) == 20 and Gallery.open(gallery.path).damage() == []
 
 
 @pytest.mark.parametrize("place", ["faiss", "adopted"])
 def test_a_state_of_which_something_is_gone_is_not_returned_to(place: str, tmp_path: Path) -> None:
     if place == "adopted":
-        import faiss
-
-        index = faiss.IndexFlatL2(DIM)
-        index.add(vectors(5))
-        faiss.write_index(index, str(tmp_path / "own.faiss"))
-        gallery = Gallery.from_faiss(tmp_path / "gallery", tmp_path / "own.faiss", names(5), CLIP)
+        own = write_index(tmp_path / "own.faiss", vectors(5))
+        gallery = Gallery.from_faiss(tmp_path / "gallery", own, names(5), CLIP)
     else:
         gallery = a_gallery(tmp_path / "gallery", 1)
     wanted = gallery.generation
@@ -271,9 +250,7 @@ def between(monkeypatch: pytest.MonkeyPatch, module: Any, name: str, happens: Ca
 
 @pytest.mark.parametrize("happens", ["compact", "commit", "rollback"])
 @pytest.mark.parametrize("after", ["known_generations", "read_manifest", "_read"])
-def test_states_are_listed_whatever_happens_meanwhile(
-    after: str, happens: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_states_are_listed_meanwhile(after: str, happens: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gallery = a_gallery(tmp_path / "gallery")
     writer = Gallery.open(gallery.path)
 
@@ -301,9 +278,7 @@ def test_no_false_alarm_of_a_changed_manifest(after: str, happens: str, tmp_path
     assert manifest.is_current_whole(gallery.path)
 
 
-def test_a_verification_overtaken_by_a_compaction_verifies_what_is_there_now(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_verify_during_a_compaction(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     gallery = a_gallery(tmp_path / "gallery")
     between(monkeypatch, snapshot, "is_current_whole", Gallery.open(gallery.path).compact)
     assert commands.verify(gallery)["passed"]
@@ -325,32 +300,12 @@ def test_a_reader_whose_state_was_compacted_away_is_told_to_open_the_gallery_aga
     assert contents(Gallery.open(gallery.path)) == before
 
 
-@pytest.fixture(params=[errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
-def no_flock(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stand in for storage that has no locks."""
+@pytest.mark.parametrize("error", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
+def test_one_writer_at_a_time_where_storage_has_no_locks(error: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused_lock(*_: object) -> None:
+        raise OSError(error, os.strerror(error))
 
-    def refused(*_: object) -> None:
-        raise OSError(request.param, os.strerror(request.param))
-
-    monkeypatch.setattr(fcntl, "flock", refused)
-
-
-@pytest.mark.usefixtures("no_flock")
-def test_one_writer_at_a_time_where_storage_has_no_locks(tmp_path: Path) -> None:
-    gallery = a_gallery(tmp_path / "gallery", 1)
-    gallery.add(vectors(1, 8), ["new"])
-    with pytest.raises(XcompatError) as refused:
-        Gallery.open(gallery.path).remove(["part 0 1"])
-    said = str(refused.value)
-    assert f"(process {os.getpid()} on {socket.gethostname()}" in said and f"delete {gallery.path / '.lock.owner'}" in said
-    assert gallery.commit() == 2 and len(gallery) == 11 and gallery.damage() == []
-    other = Gallery.open(gallery.path)
-    other.remove(["part 0 1"])
-    assert other.commit() == 3
-
-
-@pytest.mark.usefixtures("no_flock")
-def test_a_writer_that_died_holds_no_lock_where_storage_has_none(tmp_path: Path) -> None:
+    monkeypatch.setattr(fcntl, "flock", refused_lock)
     gallery = a_gallery(tmp_path / "gallery", 1)
 
     def write() -> None:
@@ -358,12 +313,19 @@ def test_a_writer_that_died_holds_no_lock_where_storage_has_none(tmp_path: Path)
         os._exit(9)
 
     killed(write)
-    assert (gallery.path / ".lock.owner").exists()
+    assert (gallery.path / ".lock.owner").exists(), "a writer that died holds no lock"
     gallery.add(vectors(1, 8), ["new"])
-    assert gallery.commit() == 2 and gallery.find(["new", "never"]) == [CLIP, None]
+    with pytest.raises(XcompatError) as refused:
+        Gallery.open(gallery.path).remove(["part 0 1"])
+    said = str(refused.value)
+    assert f"(process {os.getpid()} on {socket.gethostname()}" in said and f"delete {gallery.path / '.lock.owner'}" in said
+    assert gallery.commit() == 2 and gallery.find(["new", "never"]) == [CLIP, None] and gallery.damage() == []
+    other = Gallery.open(gallery.path)
+    other.remove(["part 0 1"])
+    assert other.commit() == 3
 
 
-def test_one_thread_may_add_and_another_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_and_failed_writers_leave_no_lock_behind(tmp_path: Path) -> None:
     gallery = a_gallery(tmp_path / "gallery", 1)
     with ThreadPoolExecutor(1) as pool:  # its thread lives on, as that of a service does
         pool.submit(gallery.add, vectors(1, 8), ["new"]).result()
@@ -374,16 +336,12 @@ def test_one_thread_may_add_and_another_commit(tmp_path: Path, monkeypatch: pyte
     lock = lock_writer(tmp_path)
     assert not lock.is_thread_local(), "older filelocks keep what they hold for each thread"
     lock.release()
-
-
-def test_a_writer_who_finds_no_gallery_any_more_leaves_no_lock_behind(tmp_path: Path) -> None:
-    gallery = a_gallery(tmp_path / "gallery", 1)
     aside = (gallery.path / "gallery.json").rename(tmp_path / "gallery.json")
     with pytest.raises(XcompatError, match="is not a gallery"):
-        gallery.add(vectors(1, 8), ["new"])
+        gallery.add(vectors(1, 8), ["newer"])
     aside.rename(gallery.path / "gallery.json")
-    gallery.add(vectors(1, 8), ["new"])
-    assert gallery.commit() == 2
+    gallery.add(vectors(1, 8), ["newer"])
+    assert gallery.commit() == 4, "who found no gallery left no lock behind"
 
 
 @pytest.fixture
@@ -392,8 +350,7 @@ def gallery(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(faiss_building, "PER_CENTROID", 0)
     made = Gallery.create(tmp_path / "gallery", CLIP, dim=4, index="SQ8")
     embeds = np.random.default_rng(0).normal(size=(10, 4)).astype(np.float32)
-    made.add(embeds, [f"item {row}" for row in range(10)], side_info_NS=embeds)
-    made.commit()
+    store(made, embeds, names(10), side_info_NS=embeds)
     made.remove(["item 3"])
     made.commit()
     return made.path
@@ -441,9 +398,6 @@ def test_a_manifest_that_still_parses_is_refused(old: str, gallery: Path) -> Non
             read_manifest(gallery, None if path.name == "gallery.json" else 2)
         path.write_text(json.dumps(json.loads(whole), indent=4))
         assert read_manifest(gallery, None if path.name == "gallery.json" else 2).generation == 2
-
-
-def test_a_generation_in_the_place_of_another_is_refused(gallery: Path) -> None:
     shutil.copy(gallery / "generations" / "00000001.json", gallery / "generations" / "00000002.json")
     with pytest.raises(XcompatError, match="it is generation 1"):
         Gallery.open(gallery, generation=2)
@@ -489,16 +443,12 @@ def test_a_large_file_is_read_in_full_once_by_all_processes(gallery: Path, compa
     checksums._intact.clear()
     use(gallery)
     assert compared == ["index.faiss", "index.faiss"]
-
-
-@pytest.mark.parametrize("found", [b"", b"[]", b'{"a": 1}', b'{"a": [[]]}', b"\xff", b"[" * 100_000])
-def test_what_is_remembered_may_be_lost_or_damaged(found: bytes, gallery: Path, compared: list[str]) -> None:
-    use(gallery)
-    (gallery / CHECKED).write_bytes(found)
-    checksums._intact.clear()
-    compared.clear()
-    use(gallery)
-    assert "index.faiss" in compared
+    for remembered in (b"", b"[]", b'{"a": 1}', b'{"a": [[]]}', b"\xff", b"[" * 100_000):
+        (gallery / CHECKED).write_bytes(remembered)
+        checksums._intact.clear()
+        compared.clear()
+        use(gallery)
+        assert "index.faiss" in compared, "what is remembered may be lost or damaged"
 
 
 def test_a_compaction_measures_folders_that_others_change(gallery: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,33 +1,45 @@
-"""Galleries of several versions: which queries fit, in which view, how their scores are merged, and how galleries move on."""
+"""Galleries of several versions: which queries fit, how scores merge, how galleries move on, and which model made them."""
 
 from __future__ import annotations
 
+import json
+import shlex
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import faiss
 import numpy as np
 import pytest
 import torch
-from conftest import store
+from conftest import Run, invoke, store
+from PIL import Image
+from rich.console import Console
+from schedule import mostly_nightly, mostly_nightly_rows
+from scipy.stats import binomtest
+from store_places import unit_vectors as unit
 
 from xcompat import Fingerprint, FingerprintMismatchError, XcompatError
-from xcompat.methods import FctConfig, FctModel, OcaModel, ProcrustesConfig, ProcrustesModel, RidgeConfig, RidgeModel
+from xcompat.encoders.standins import save_stand_in
+from xcompat.methods import METHODS, FctConfig, FctModel, OcaModel
 from xcompat.models import CompatModel
 from xcompat.models.config import describe_old
-from xcompat.retrieval import Gallery
+from xcompat.models.embedder import Embedder, load_checkpoint, load_embedder
+from xcompat.retrieval import Gallery, commands, doctor
+from xcompat.retrieval.canary import check_canary
+from xcompat.retrieval.doctor import Finding, examine, wilson
 from xcompat.retrieval.items import check_items
+from xcompat.retrieval.originals import load_images, load_originals
+from xcompat.retrieval.preprocessing import FACTORS, Preparation, own_preparation
 from xcompat.retrieval.searching import Candidates, merge_candidates
 from xcompat.retrieval.upgrading import plan_upgrade
 from xcompat.retrieval.versions import stored_version
+from xcompat.serve.site_loading import load_site
 
 OLD = Fingerprint.from_string("old")
 D, d, N = 12, 8, 200
-
-
-def unit(count: int, dim: int, seed: int) -> np.ndarray:
-    rows = np.random.default_rng(seed).normal(size=(count, dim)).astype(np.float32)
-    return rows / np.linalg.norm(rows, axis=1, keepdims=True)
 
 
 def numbered(count: int, prefix: str = "") -> list[str]:
@@ -39,10 +51,10 @@ def old_gallery(folder: Path, count: int = N, **options: Any) -> Gallery:
     return store(Gallery.create(folder, OLD, dim=d, **options), unit(count, d, 0), numbered(count), about)
 
 
-def query_map() -> ProcrustesModel:
-    """Return a map of new queries into the old space."""
-    model = ProcrustesModel(ProcrustesConfig(old=describe_old(OLD, d), embedding_dim=D))
-    return model.fit([(torch.from_numpy(unit(300, D, 1)), torch.from_numpy(unit(300, d, 2)))]).eval()
+def solved(method: str = "procrustes", old_dim: int = d, dim: int = D, **options: Any) -> Any:
+    """Return a map that is solved, of queries into the old space unless told otherwise."""
+    model = METHODS[method](METHODS[method].config_class(old=describe_old(OLD, old_dim), embedding_dim=dim, **options))
+    return model.fit([(torch.from_numpy(unit(300, dim, 1)), torch.from_numpy(unit(300, old_dim, 2)))]).eval()
 
 
 def gallery_map(**options: Any) -> FctModel:
@@ -56,7 +68,7 @@ def ids(hits: list[list[Any]]) -> list[list[str]]:
 
 
 def test_new_items_of_a_map_are_stored_in_the_space_of_the_old_ones(tmp_path: Path) -> None:
-    gallery, model = old_gallery(tmp_path / "g"), query_map()
+    gallery, model = old_gallery(tmp_path / "g"), solved()
     store(gallery, unit(50, D, 4), numbered(50, "new "), version=model)
     assert gallery.counts() == {OLD: N, model.stored_fingerprint(): 50}
     hits = gallery.search(unit(50, D, 4)[[7]], model, top_k=N + 50, merge="raw")[0]
@@ -83,32 +95,7 @@ def test_an_expanded_model_is_compared_by_its_first_dimensions(folder_of: dict[s
         gallery.search(unit(1, d, 1), OLD)
 
 
-OTHER = Fingerprint.from_string("other")
-REFUSED = "no single model could search embeddings of other@.* and the old@"
-
-
-@pytest.mark.parametrize("count", [1, N - 1])
-def test_replacing_a_part_by_a_foreign_model_is_refused(count: int, tmp_path: Path) -> None:
-    gallery, names = old_gallery(tmp_path / "g"), numbered(N)
-    gallery.add(unit(count, D, 4), names[:count], version=OTHER, replace=True)
-    with pytest.raises(FingerprintMismatchError, match=REFUSED):
-        gallery.commit()
-    assert Gallery.open(gallery.path).counts() == {OLD: N}
-    gallery.add(unit(N - count, D, 5), names[count:], version=OTHER, replace=True)
-    assert gallery.commit() == 2 and gallery.counts() == {OTHER: N} and gallery.damage() == []
-    hits = gallery.search(unit(count, D, 4)[:1], OTHER, top_k=1)
-    assert ids(hits) == [["0"]]
-    gallery.rollback()
-    assert gallery.counts() == {OLD: N}
-
-
-def solved_gallery_map() -> RidgeModel:
-    """Return a solved map of old galleries into the new space."""
-    model = RidgeModel(RidgeConfig(old=describe_old(OLD, d), embedding_dim=D, direction="old_to_new"))
-    return model.fit([(torch.from_numpy(unit(300, D, 1)), torch.from_numpy(unit(300, d, 2)))]).eval()
-
-
-@pytest.mark.parametrize("made", [gallery_map, solved_gallery_map])
+@pytest.mark.parametrize("made", [gallery_map, partial(solved, "ridge", direction="old_to_new")])
 def test_an_upgrade_maps_every_embedding_and_can_be_undone(made: Callable[[], CompatModel], tmp_path: Path) -> None:
     gallery, model = old_gallery(tmp_path / "g"), made()
     gallery.remove(["5"])
@@ -130,8 +117,6 @@ def test_an_upgrade_maps_every_embedding_and_can_be_undone(made: Callable[[], Co
 
 
 def test_adopted_embeddings_that_were_never_normalised_are_mapped_as_the_old_model_makes_them(tmp_path: Path) -> None:
-    import faiss
-
     index = faiss.IndexFlatL2(d)
     index.add(unit(N, d, 0) * np.random.default_rng(1).uniform(5, 9, (N, 1)).astype(np.float32))
     faiss.write_index(index, str(tmp_path / "own.faiss"))
@@ -141,41 +126,28 @@ def test_adopted_embeddings_that_were_never_normalised_are_mapped_as_the_old_mod
     np.testing.assert_allclose(gallery.segments[0].vectors(np.arange(N)), expected, atol=1e-5)
 
 
-def test_an_upgrade_that_was_cut_off_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_upgrade_that_was_cut_off_goes_on_where_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interrupt_upgrade: Callable[[Gallery, CompatModel, int], None]
+) -> None:
     gallery, model = old_gallery(tmp_path / "g"), gallery_map()
-    store(gallery, unit(N, d, 1), [f"b{number}" for number in range(N)])
-    mapped: list[int] = []
-    original = FctModel.upgrade
-
-    def counting(self: FctModel, embeds: torch.Tensor, side: torch.Tensor | None = None) -> torch.Tensor:
-        if len(mapped) == 5:
-            raise KeyboardInterrupt
-        mapped.append(len(embeds))
-        return original(self, embeds, side)
-
-    monkeypatch.setattr("xcompat.retrieval.staging.FLUSH_BYTES", 50 * D * 4)
-    monkeypatch.setattr(FctModel, "upgrade", counting)
-    with pytest.raises(KeyboardInterrupt):
-        gallery.upgrade(model, batch_size=50)
-    assert mapped == [50] * 5 and Gallery.open(gallery.path).versions == [OLD]
-    mapped.clear()
+    store(gallery, unit(N, d, 1), numbered(N, "b"))
+    interrupt_upgrade(gallery, model, 5)
+    assert Gallery.open(gallery.path).versions == [OLD]
     with Gallery.open(gallery.path) as idle:
         idle.staging()  # a writer who changes nothing tidies up, and leaves it
-    monkeypatch.setattr(
-        FctModel, "upgrade", lambda self, embeds, side=None: mapped.append(len(embeds)) or original(self, embeds, side)
-    )
+    mapped: list[int] = []
+    original = FctModel.own_upgrade
+    monkeypatch.setattr(FctModel, "own_upgrade", lambda self, *rows: mapped.append(len(rows[0])) or original(self, *rows))
     again = Gallery.open(gallery.path)
     assert again.upgrade(model, batch_size=50) == 2 * N
     assert mapped == [50] * 3 and len(again) == 2 * N and again.damage() == []
-    expected = original(model, torch.from_numpy(np.concatenate([unit(N, d, 0), unit(N, d, 1)]))).detach().numpy()
+    expected = model.upgrade(torch.from_numpy(np.concatenate([unit(N, d, 0), unit(N, d, 1)]))).detach().numpy()
     stored = np.concatenate([segment.vectors(np.arange(0, len(segment))) for segment in again.segments])
     np.testing.assert_allclose(stored, expected, atol=1e-6)
     assert not list(again.path.glob("upgrade-*.json"))
 
 
-def test_a_resumed_upgrade_does_not_revive_what_was_removed_meanwhile(
-    tmp_path: Path, interrupt_upgrade: Callable[[Gallery, CompatModel, int], None]
-) -> None:
+def test_resumed_upgrades_revive_nothing(tmp_path: Path, interrupt_upgrade: Callable[[Gallery, CompatModel, int], None]) -> None:
     gallery, model = old_gallery(tmp_path / "g"), gallery_map()
     interrupt_upgrade(gallery, model, 2)
     again = Gallery.open(gallery.path)
@@ -186,7 +158,7 @@ def test_a_resumed_upgrade_does_not_revive_what_was_removed_meanwhile(
 
 
 def test_what_newer_models_stored_in_the_old_space_is_mapped_with_it(tmp_path: Path) -> None:
-    gallery, queries, newer = old_gallery(tmp_path / "g"), query_map(), gallery_map()
+    gallery, queries, newer = old_gallery(tmp_path / "g"), solved(), gallery_map()
     store(gallery, unit(50, D, 4), numbered(50, "new "), version=queries)
     assert plan_upgrade(gallery, newer).items == gallery.upgrade(newer) == N + 50 == len(gallery)
     assert gallery.versions == [newer.fingerprint().derive("upgrade")]
@@ -201,13 +173,8 @@ def test_a_mapped_gallery_is_one_of_the_new_encoder_which_a_later_map_maps_again
     sides = {"side_info": describe_old(side, 3), "new_side_info": describe_old(new_side, 5)}
     first = gallery_map(encoder=describe_old(encoder, D), **sides)
     second = FctModel(FctConfig(old=describe_old(encoder, D), embedding_dim=6, side_info=describe_old(new_side, 5))).eval()
-    gallery = store(
-        Gallery.create(tmp_path / "g", OLD, dim=d),
-        unit(20, d, 0),
-        numbered(20),
-        side_info_NS=unit(20, 3, 1),
-        side_info_by=side,
-    )
+    gallery = Gallery.create(tmp_path / "g", OLD, dim=d)
+    store(gallery, unit(20, d, 0), numbered(20), side_info_NS=unit(20, 3, 1), side_info_by=side)
     with pytest.raises(FingerprintMismatchError, match="maps embeddings of encoder@.*; this gallery holds old@"):
         gallery.upgrade(second)
     gallery.upgrade(first)
@@ -224,8 +191,16 @@ def test_a_mapped_gallery_is_one_of_the_new_encoder_which_a_later_map_maps_again
         assert [found[0] for found in ids(gallery.search(mapped, second, top_k=1))] == expected
 
 
-def test_an_upgrade_that_no_one_model_could_search_after_is_refused(tmp_path: Path) -> None:
+def test_what_cannot_be_upgraded_is_refused(tmp_path: Path) -> None:
     gallery = old_gallery(tmp_path / "g")
+    with pytest.raises(XcompatError, match="maps queries, not galleries: its queries search this gallery as it is"):
+        gallery.upgrade(solved())
+    other = Gallery.create(tmp_path / "other", Fingerprint.from_string("someone else"), dim=d)
+    store(other, unit(3, d, 0), ["a", "b", "c"])
+    with pytest.raises(FingerprintMismatchError, match="maps embeddings of old@.*this gallery holds someone else@"):
+        other.upgrade(gallery_map())
+    plan = plan_upgrade(gallery, gallery_map())
+    assert plan.items == N and plan.nbytes == N * D * 4 and gallery.versions == [OLD]
     record = stored_version(Fingerprint.from_string("stranger"), D)
     gallery.staging().add(record, check_items(unit(5, D, 4), list("abcde"), None, None, "cosine"), replace=False)  # unchecked
     gallery.commit()
@@ -235,23 +210,8 @@ def test_an_upgrade_that_no_one_model_could_search_after_is_refused(tmp_path: Pa
     assert gallery.generation == 2 and gallery.damage() == []
 
 
-def test_what_cannot_be_upgraded_is_refused(tmp_path: Path) -> None:
-    gallery = old_gallery(tmp_path / "g")
-    with pytest.raises(XcompatError, match="maps queries, not galleries: its queries search this gallery as it is"):
-        gallery.upgrade(query_map())
-    other = store(
-        Gallery.create(tmp_path / "other", Fingerprint.from_string("someone else"), dim=d), unit(3, d, 0), ["a", "b", "c"]
-    )
-    with pytest.raises(FingerprintMismatchError, match="maps embeddings of old@.*this gallery holds someone else@"):
-        other.upgrade(gallery_map())
-    plan = plan_upgrade(gallery, gallery_map())
-    assert plan.items == N and plan.nbytes == N * D * 4 and gallery.versions == [OLD]
-
-
 @pytest.mark.parametrize(("factory", "wrapped"), [("Flat", True), ("IVF4,Flat", False), ("HNSW8", False)])
 def test_a_faiss_index_is_adopted_where_it_is(factory: str, wrapped: bool, tmp_path: Path) -> None:
-    import faiss
-
     index = faiss.index_factory(d, factory, faiss.METRIC_INNER_PRODUCT)
     index.train(unit(N, d, 0))
     if wrapped:
@@ -276,8 +236,6 @@ def test_a_faiss_index_is_adopted_where_it_is(factory: str, wrapped: bool, tmp_p
 
 
 def test_an_index_that_does_not_fit_is_not_adopted(tmp_path: Path) -> None:
-    import faiss
-
     index = faiss.IndexFlatL2(d)
     index.add(unit(5, d, 0))
     faiss.write_index(index, str(tmp_path / "own.faiss"))
@@ -298,8 +256,7 @@ def test_an_index_that_does_not_fit_is_not_adopted(tmp_path: Path) -> None:
 def test_the_first_items_of_a_new_model_are_found(count: int, metric: str, tmp_path: Path) -> None:
     gallery, dim = Gallery.create(tmp_path / "g", OLD, dim=32, metric=metric), 64
     gallery.add(unit(2000, 32, 0), numbered(2000))
-    model = ProcrustesModel(ProcrustesConfig(old=describe_old(OLD, 32), embedding_dim=dim))
-    model.fit([(torch.from_numpy(unit(300, dim, 1)), torch.from_numpy(unit(300, 32, 2)))]).eval()
+    model = solved(old_dim=32, dim=dim)
     store(gallery, unit(count, dim, 4), numbered(count, "new "), version=model)
     found = gallery.search(unit(count, dim, 4), model, top_k=1)
     assert ids(found) == [[f"new {number}"] for number in range(count)]
@@ -319,7 +276,7 @@ def test_few_scores_lean_towards_those_of_all_versions_and_64_towards_none() -> 
 
 
 def test_removed_items_have_no_part_in_the_standing(tmp_path: Path) -> None:
-    gallery, model, query = old_gallery(tmp_path / "g"), query_map(), unit(1, D, 3)
+    gallery, model, query = old_gallery(tmp_path / "g"), solved(), unit(1, D, 3)
     store(gallery, unit(70, D, 4), numbered(70, "new "), version=model)
     gallery.remove([hit.id for hit in gallery.search(query, model, top_k=100, merge="raw")[0] if hit.version == OLD])
     gallery.commit()
@@ -329,8 +286,287 @@ def test_removed_items_have_no_part_in_the_standing(tmp_path: Path) -> None:
     np.testing.assert_allclose([hit.standing for hit in hits], (scores - scores.mean()) / scores.std(), atol=1e-4)
 
 
-@pytest.mark.parametrize("merge", ["raw", "standardised", "calibrated"])
-def test_one_version_is_ranked_as_it_is(merge: Any, tmp_path: Path) -> None:
-    gallery = old_gallery(tmp_path / "g")
-    queries = unit(4, d, 3)
-    assert ids(gallery.search(queries, OLD, top_k=9, merge=merge)) == ids(gallery.search(queries, OLD, top_k=9, merge="raw"))
+ITEMS, NEW_DIM = 90, 12
+
+
+NEW = unit(ITEMS, NEW_DIM, 0)
+
+
+def make_old_rows(dim: int) -> np.ndarray:
+    rows = NEW @ unit(NEW_DIM, dim, 1)
+    return rows / np.linalg.norm(rows, axis=1, keepdims=True)
+
+
+def make_gallery(here: Path, model: object, dim: int) -> str:
+    with Gallery.create(here / "my gallery", model, dim=dim) as gallery:  # type: ignore[arg-type]
+        gallery.add(make_old_rows(dim), [str(row) for row in range(ITEMS)])
+        gallery.commit()
+    return str(here / "my gallery")
+
+
+def make_map(here: Path, old_model: str, dim: int) -> str:
+    np.save(here / "old.npy", make_old_rows(dim))
+    np.save(here / "new.npy", NEW)
+    np.save(here / "q.npy", NEW[:4])
+    files = ("--old", str(here / "old.npy"), "--new", str(here / "new.npy"), "--out", str(here / "map"))
+    invoke("map", *files, "--old-model", old_model, "--allow-worse")
+    return str(here / "map")
+
+
+def search(gallery: str, here: Path, model: str) -> list[str]:
+    lines = invoke("gallery", "search", gallery, "--queries", str(here / "q.npy"), "--model", model, "--top-k", "1", "--json")
+    return [json.loads(line)["hits"][0]["id"] for line in lines.splitlines()]
+
+
+def follow_advice(error: XcompatError) -> None:
+    """Run the command between backticks, as a user who pastes it."""
+    program, *arguments = shlex.split(str(error).split("`")[1])
+    assert program == "xcompat"
+    invoke(*arguments)
+
+
+@pytest.mark.parametrize("gallery_knows", ["model", "name"])
+def test_the_advised_command_makes_a_map_fit(gallery_knows: str, tmp_path: Path, old_folder: str) -> None:
+    old = load_embedder(old_folder)
+    names = (old_folder, "clip b32")
+    known, mapped = names if gallery_knows == "model" else names[::-1]
+    gallery = make_gallery(tmp_path, old if gallery_knows == "model" else Fingerprint.from_string(known), old.dim)
+    model = make_map(tmp_path, mapped, old.dim)
+    with pytest.raises(XcompatError, match="gallery alias") as refused:
+        search(gallery, tmp_path, model)
+    follow_advice(refused.value)
+    view = load_checkpoint(f"{model}/model").to_space(torch.from_numpy(NEW[:4].astype(np.float32)))
+    expected = [str(row) for row in (view.numpy() @ make_old_rows(old.dim).T).argmax(1)]
+    assert search(gallery, tmp_path, model) == expected
+    assert search(f"file://{gallery.replace(' ', '%20')}", tmp_path, model) == expected
+    assert "alias" in invoke("gallery", "info", gallery)
+
+
+def test_reports_name_old_models_by_fingerprint(tmp_path: Path, old_folder: str, caplog: pytest.LogCaptureFixture) -> None:
+    old = load_embedder(old_folder)
+    for name, digest in (("b32", Fingerprint.from_string("b32").digest), (old_folder, old.fingerprint.digest)):
+        caplog.clear()
+        (tmp_path / name[-3:]).mkdir()
+        folder = make_map(tmp_path / name[-3:], name, old.dim)
+        assert json.loads((Path(folder) / "report.json").read_text())["old"]["fingerprint"] == digest
+        assert ("xcompat gallery alias GALLERY b32" in caplog.text) == (name == "b32")
+
+
+def test_no_advice_for_other_models_and_dimensions(tmp_path: Path, old_folder: str, image_folder_of: dict[str, str]) -> None:
+    gallery = make_gallery(tmp_path, load_embedder(old_folder), load_embedder(old_folder).dim)
+    model = make_map(tmp_path, "b32", 5)
+    with pytest.raises(XcompatError, match="cannot be compared") as refused:
+        search(gallery, tmp_path, model)
+    assert "alias" not in str(refused.value)
+    with pytest.raises(XcompatError, match="another model than"):
+        invoke("gallery", "alias", gallery, image_folder_of["resnet"])
+
+
+COUNT = 100
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write smooth images, wider than high, that a model tells apart."""
+    folder = tmp_path_factory.mktemp("photos")
+    for number in range(COUNT):
+        rough = np.random.default_rng(number).integers(0, 255, (6, 9, 3), dtype=np.uint8)
+        Image.fromarray(rough).resize((72, 48)).save(folder / f"{number}.png")
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _few_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "SAMPLED", 6)
+
+
+@pytest.fixture(scope="module")
+def model(old_folder: str) -> Embedder:
+    return load_embedder(old_folder)
+
+
+def embedded(photos: Path, model: Embedder, prepare: Preparation | None = None) -> tuple[list[str], np.ndarray]:
+    dataset = load_images(photos)
+    names = list(dataset["id"])
+    images = [Image.open(photos / name) for name in names]
+    return names, model.embed({"pixel_values": (prepare or model.processor.images)(images)}).numpy()
+
+
+def gallery_of(folder: Path, model: Embedder, names: list[str], vectors: np.ndarray) -> Gallery:
+    return store(Gallery.create(folder, model), vectors, names)
+
+
+def foreign(photos: Path, tmp_path: Path) -> np.ndarray:
+    return embedded(photos, load_embedder(save_stand_in(tmp_path / "foreign", "clip", 8, seed=5)))[1]
+
+
+@pytest.mark.parametrize("planted", mostly_nightly([0, 1, 10, 50], (0, 10).__contains__))
+def test_planted_vectors_of_another_model_are_found(planted: int, photos: Path, model: Embedder, tmp_path: Path) -> None:
+    names, vectors = embedded(photos, model)
+    rows = np.random.default_rng(planted).choice(COUNT, planted, replace=False)
+    vectors[rows] = foreign(photos, tmp_path)[rows]
+    (finding,) = examine(gallery_of(tmp_path / "g", model, names, vectors), load_originals(photos), model)
+    assert set(finding.foreign) == {names[row] for row in rows}
+    assert finding.claimed and finding.made == {"": COUNT - planted} and finding.cosine > 0.9999
+    assert finding.interval[0] <= planted / COUNT <= finding.interval[1]
+
+
+def test_zero_vectors_and_all_of_another_model_are_foreign(photos: Path, model: Embedder, tmp_path: Path) -> None:
+    names, vectors = embedded(photos, model)
+    vectors[:3] = 0
+    gallery = store(Gallery.create(tmp_path / "g", model, metric="ip"), vectors, names)
+    (finding,) = examine(gallery, load_originals(photos), model)
+    assert finding.note == "zero vectors: 3" and set(finding.foreign) == set(names[:3])
+    (finding,) = examine(gallery_of(tmp_path / "other", model, names, foreign(photos, tmp_path)), load_originals(photos), model)
+    assert finding.share == 1 and finding.made == {} and np.isnan(finding.cosine)
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"filter": "nearest"}, "nearest, not b"),
+        ({"shape": "cropped"}, "cropped, not squashed"),
+        ({"normalised": 3}, "pixels from 0 to 1, not"),
+    ],
+)
+def test_other_preparation_is_named(changed: dict[str, object], said: str, photos: Path, model: Embedder, tmp_path: Path) -> None:
+    images = [Image.open(photos / f"{number}.png") for number in range(9)]
+    own = own_preparation(model.processor, images)
+    np.testing.assert_allclose(own(images).numpy(), model.processor.images(images).numpy(), atol=0.05)
+    way = FACTORS[0](own)[changed["normalised"]] if "normalised" in changed else replace(own, **changed)  # type: ignore[call-overload]
+    names, vectors = embedded(photos, model, way)
+    vectors[:10] = foreign(photos, tmp_path)[:10]
+    (finding,) = examine(gallery_of(tmp_path / "g", model, names, vectors), load_originals(photos), model)
+    assert set(finding.foreign) == set(names[:10])
+    assert any(said in how for how in finding.made), finding.made
+
+
+@pytest.mark.parametrize(
+    ("factory", "length"),
+    mostly_nightly_rows(
+        [("SQ8", 1.0), ("SQfp16", 30.0), ("IVF4,SQ8", 30.0), ("HNSW8,SQ8", 1.0), ("IVF4,PQ4x4", 30.0)],
+        lambda factory, _: factory in ("SQ8", "IVF4,SQ8"),
+    ),
+)
+def test_quantised_indexes_raise_no_alarm(factory: str, length: float, photos: Path, model: Embedder, tmp_path: Path) -> None:
+    names, vectors = embedded(photos, model)
+    vectors[:5] = foreign(photos, tmp_path)[:5]
+    index = faiss.index_factory(8, factory, faiss.METRIC_L2)
+    index.train(length * vectors)
+    index.add(length * vectors)
+    faiss.write_index(index, str(tmp_path / "own.faiss"))
+    gallery = Gallery.from_faiss(tmp_path / "g", tmp_path / "own.faiss", names, model)
+    (finding,) = examine(gallery, load_originals(photos), model)
+    alarms = set(finding.foreign) - set(names[:5])
+    assert not alarms and (len(finding.foreign) == 5 or "PQ" in factory)
+    assert finding.length == pytest.approx(length, rel=0.2 if "PQ" in factory else 0.01)
+
+
+def test_vectors_under_a_bare_name_are_recognised(photos: Path, model: Embedder, tmp_path: Path) -> None:
+    names, vectors = embedded(photos, model)
+    gallery = store(Gallery.create(tmp_path / "g", Fingerprint.from_string("our model"), dim=8), vectors, names)
+    (finding,) = examine(gallery, load_originals(photos), model)
+    assert not finding.claimed and not finding.foreign and finding.note.endswith("under another name")
+    other = load_embedder(save_stand_in(tmp_path / "other", "clip", 8, seed=9))
+    (finding,) = examine(gallery, load_originals(photos), other)
+    assert not finding.foreign and finding.note.startswith("not made by")
+
+
+def test_each_version_is_looked_at_by_itself(photos: Path, model: Embedder, tmp_path: Path, folder_of: dict[str, str]) -> None:
+    names, vectors = embedded(photos, model)
+    gallery = store(Gallery.create(tmp_path / "g", model), vectors[:60], names[:60])
+    for name, dim, ids in (("wide", 16, ["a", "b"]), ("elsewhere", 8, ["c", "d"])):  # unchecked, as galleries once were
+        items = check_items(np.eye(dim, dtype=np.float32)[:2], ids, None, None, "cosine")
+        gallery.staging().add(stored_version(Fingerprint.from_string(name), dim), items, replace=False)
+    gallery.commit()
+    gallery.remove(names[:10])
+    gallery.commit()
+    first, wide, elsewhere = examine(gallery, load_originals(photos), model, sample=30)
+    assert (first.items, first.looked_at, first.foreign) == (50, 30, ())
+    assert "16 dimensions, but" in wide.note and "none of the images" in elsewhere.note
+    assert wide.interval == (0.0, 1.0) and wide.share == 0
+
+
+def test_the_command_says_what_it_found(
+    photos: Path, model: Embedder, old_folder: str, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = partial(run, "doctor")
+    monkeypatch.setattr(commands, "console", Console(width=80))
+    names, vectors = embedded(photos, model)
+    gallery_of(tmp_path / "good", model, names, vectors)
+    vectors[:20] = foreign(photos, tmp_path)[:20]
+    gallery_of(tmp_path / "bad", model, names, vectors)
+    code, out, _ = run(tmp_path / "good", "--model", old_folder, "--images", photos)
+    assert code == 0 and "0.0%" in out and "0.0% to 3.7%" in out
+    code, out, _ = run(tmp_path / "bad", "--model", old_folder, "--images", photos)
+    assert code == 1 and "20.0%" in out and "of another origin: 0.png" in out and "and 10 more" in out
+    code, _, err = run(tmp_path / "bad", "--model", old_folder)
+    assert code == 2 and "--images" in err and err.count("\n") == 1
+    (tmp_path / "others").mkdir()
+    Image.new("RGB", (9, 9)).save(tmp_path / "others" / "x.png")
+    code, _, err = run(tmp_path / "bad", "--model", old_folder, "--images", tmp_path / "others")
+    assert code == 2 and "none of the 1 images is in" in err and err.count("\n") == 1
+
+
+def test_the_interval_is_wilsons() -> None:
+    for count, total in ((0, 10), (1, 400), (37, 100), (50, 50)):
+        expected = binomtest(count, total).proportion_ci(method="wilson")
+        assert wilson(count, total) == pytest.approx((expected.low, expected.high), abs=1e-6)
+    assert Finding(Fingerprint.from_string("m"), 3).interval == (0.0, 1.0)
+
+
+def test_a_canary_shows_that_a_model_has_changed(
+    photos: Path,
+    model: Embedder,
+    old_folder: str,
+    tmp_path: Path,
+    run_xcompat: Run,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    names, vectors = embedded(photos, model)
+    place = tmp_path / "g"
+    gallery_of(place, model, names, vectors)
+    assert check_canary(Gallery.open(place), model) is None, "nothing is stored unless it is asked for"
+    checking = ("gallery", "doctor", place, "--model", old_folder, "--canary", "--json")
+    code, out, err = run_xcompat(*checking)
+    assert code == 0 and json.loads(out)["stored"], err
+    code, out, err = run_xcompat(*checking)
+    assert code == 0 and not json.loads(out)["stored"] and json.loads(out)["cosine"] > 0.9999, err
+    half = check_canary(Gallery.open(place), replace(model, autocast=torch.bfloat16))
+    assert half is not None and half.cosine > 0.9999, "a canary is computed in full precision, also where a GPU embeds in half"
+    assert run_xcompat("gallery", "verify", place)[0] == 0, "a canary is no damage"
+    serving = (str(place), old_folder, None, [], False)
+    load_site(*serving)
+    assert "no longer makes" not in caplog.text
+    other = load_embedder(save_stand_in(tmp_path / "other", "resnet", 8, seed=9))
+    with pytest.raises(XcompatError, match="has no embeddings by .*; choose a model of this gallery"):
+        check_canary(Gallery.open(place), other, store=True)
+    embed = Embedder.embed
+    monkeypatch.setattr(Embedder, "embed", lambda self, batch, space=None: embed(self, batch, space).flip(1))
+    code, out, err = run_xcompat(*checking)
+    assert code == 1, err
+    found = json.loads(out.splitlines()[-1])
+    assert code == 1 and not found["passed"] and found["cosine"] < 0.9 and "no longer makes" in err
+    load_site(*serving)
+    assert "no longer makes the test embeddings" in caplog.text
+    code, _, err = run_xcompat(*checking, "--images", photos)
+    assert code == 2 and "--canary needs only a gallery's folder and --model" in err
+
+
+def test_results_are_json(photos: Path, model: Embedder, old_folder: str, tmp_path: Path, run_xcompat: Run) -> None:
+    names, vectors = embedded(photos, model)
+    vectors[:20] = foreign(photos, tmp_path)[:20]
+    gallery_of(tmp_path / "g", model, names, vectors)
+    code, out, err = run_xcompat("gallery", "doctor", tmp_path / "g", "--model", old_folder, "--images", photos, "--json")
+    (version,) = json.loads(out)["versions"]
+    assert code == 1 and len(version["foreign"]) == 20 and version["looked_at"] == len(names), err
+    code, out, err = run_xcompat("gallery", "info", tmp_path / "g", "--json")
+    found = json.loads(out)
+    assert code == 0 and found["items"] == len(names) and found["versions"][0]["fingerprint"] == model.fingerprint.digest, err
+    assert [state["items"] for state in found["states"]][-1] == len(names) and found["bytes"] > 0
+    code, out, err = run_xcompat("gallery", "verify", tmp_path / "g", "--json")
+    assert code == 0 and json.loads(out) == {"passed": True, "items": len(names), "segments": 1, "damaged": []}, err
+    next((tmp_path / "g").rglob("*.faiss")).write_bytes(b"damaged")
+    code, out, _ = run_xcompat("gallery", "verify", tmp_path / "g", "--json")
+    assert code == 1 and not json.loads(out)["passed"] and len(json.loads(out)["damaged"]) == 1
