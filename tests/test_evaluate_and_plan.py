@@ -1,4 +1,4 @@
-"""`xcompat evaluate CHECKPOINT --data PHOTOS`: what a run found with its model is found again on images with classes."""
+"""`xcompat evaluate CHECKPOINT --data PHOTOS` finds what its run found; `xcompat plan` says what each way takes."""
 
 from __future__ import annotations
 
@@ -9,14 +9,19 @@ from typing import Any
 import numpy as np
 import pytest
 import transformers
-from conftest import without_drawings
+from conftest import Run, without_drawings, write_embeds
+from data_layouts.images import write_classes
 from PIL import Image
 
 from xcompat import Fingerprint, ProcrustesConfig, ProcrustesModel
 from xcompat.data import load_labelled, open_image
+from xcompat.evaluation import EmbeddedImages, EvaluatedModels, EvaluationOptions, evaluate
 from xcompat.models import describe_old
 from xcompat.models.embedder import load_checkpoint, load_embedder
-from xcompat.report import load_report
+from xcompat.report import Report, ReportContent, load_report
+from xcompat.report.planning import Traffic, describe_plan, plan_ways
+from xcompat.report.report import build_report
+from xcompat.report.storage import save_report
 from xcompat.training.recipe import parse_recipe
 from xcompat.training.run import run_recipe
 
@@ -24,20 +29,14 @@ pytestmark = pytest.mark.usefixtures("undrawn")
 TINY = {"model_type": "resnet", "embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic"}
 OWN = {"old/old", "new/old", "new/new"}
 WITH_INDEPENDENT = OWN | {"independent/old", "independent/independent"}
-SIDES = (("train", 6), ("test", 3), ("more", 4))
+SIDES = {"train": 6, "test": 3, "more": 4}
 
 
 @pytest.fixture(scope="module")
 def photos(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     base = tmp_path_factory.mktemp("photos")
-    generator = np.random.default_rng(0)
-    for side, count in SIDES:
-        for number in range(3):
-            (base / side / f"class {number}").mkdir(parents=True)
-            for image in range(count):
-                pixels = generator.integers(0, 120, (16, 16, 3)) + np.array([number * 60, 120 - number * 60, 60])
-                Image.fromarray(pixels.astype(np.uint8)).save(base / side / f"class {number}" / f"{side}-{image}.png")
-    return {side: str(base / side) for side, _ in SIDES}
+    write_classes(base, SIDES)
+    return {side: str(base / side) for side in SIDES}
 
 
 def raw_recipe(folder: Path, photos: dict[str, str], **training: Any) -> dict[str, Any]:
@@ -69,7 +68,7 @@ def trained(photos: dict[str, str], old_folder: str, folder_of: dict[str, str], 
 
 
 @pytest.fixture
-def judge(tmp_path: Path, run_xcompat: Callable[..., tuple[int, str, str]]) -> Callable[..., Any]:
+def judge(tmp_path: Path, run_xcompat: Run) -> Callable[..., Any]:
     """Return a function that evaluates a checkpoint from the command line: its report, or the one line of a refusal."""
 
     def judged(checkpoint: Path, *arguments: object) -> Any:
@@ -103,19 +102,12 @@ def test_a_checkpoint_is_judged_as_in_its_run(
     assert found.method == wanted.method and found.notes == wanted.notes
 
 
-def test_other_images_may_be_searched(trained: Path, photos: dict[str, str], judge: Callable[..., Any]) -> None:
-    found = judge(trained / "bct" / "model", f"gallery={photos['more']}", "--data", photos["test"])
-    assert {(case.n_queries, case.n_gallery) for case in found.cases} == {(9, 12)}
-
-
 def test_an_old_model_that_is_gone(trained: Path, photos: dict[str, str], tmp_path: Path, judge: Callable[..., Any]) -> None:
     labelled = [load_labelled(photos[side]) for side in ("train", "test")]
     images = [open_image(record["image"]) for side in labelled for record in side.dataset]
     old = load_embedder(str(trained / "old" / "model"))
-    left = tmp_path / "left"
-    left.mkdir()
-    np.save(left / "image_embeds.npy", old.embed({"pixel_values": old.processor.images(images)}).numpy())
-    (left / "image_ids.txt").write_text("".join(f"{name}\n" for side in labelled for name in side.dataset["id"]))
+    ids = [name for side in labelled for name in side.dataset["id"]]
+    left = write_embeds(tmp_path / "left", ids, image=old.embed({"pixel_values": old.processor.images(images)}))
     raw = raw_recipe(tmp_path, photos, max_steps=2) | {"old": str(left), "new": str(trained / "fresh")}
     run_recipe(parse_recipe(raw, "demo", "demo.yaml"))
     assert load_checkpoint(str(tmp_path / "run" / "model")).config.input == "penultimate", "a guess, of what may be tried"
@@ -151,9 +143,79 @@ def test_a_name_is_no_model_to_load(photos: dict[str, str], tmp_path: Path, judg
         assert "'old', which is only a name" in said and "evaluate embeddings of both models (--old, --new)" in said
 
 
-def test_a_model_that_embeds_texts_is_judged_with_captions(
-    trained: Path, pairs_folder: str, photos: dict[str, str], judge: Callable[..., Any]
-) -> None:
+def test_other_images_and_captions(trained: Path, pairs_folder: str, photos: dict[str, str], judge: Callable[..., Any]) -> None:
     found = judge(trained / "texts" / "model", "--data", pairs_folder)
     assert {case.direction for case in found.cases} == {"image-to-text", "text-to-image"}
     assert "caption" in judge(trained / "texts" / "model", "--data", photos["test"])
+    found = judge(trained / "bct" / "model", f"gallery={photos['more']}", "--data", photos["test"])
+    assert {(case.n_queries, case.n_gallery) for case in found.cases} == {(9, 12)}
+
+
+COUNT, OLD_DIM, NEW_DIM = 60, 8, 12
+
+
+def embedded_images(name: str, dim: int, noise: float) -> EmbeddedImages:
+    draw = np.random.default_rng(0)
+    labels_N = np.arange(COUNT) % 6
+    embeds_ND = np.pad(draw.normal(size=(6, 8)), ((0, 0), (0, dim - 8)))[labels_N] + noise * draw.normal(size=(COUNT, dim))
+    ids = [str(row) for row in range(COUNT)]
+    return EmbeddedImages(name, Fingerprint.from_string(name), embeds_ND, embeds_ND, ids, ids, labels_N, labels_N)
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
+    folder = tmp_path_factory.mktemp("planned")
+    old, view = embedded_images("old", OLD_DIM, 1.2), embedded_images("view", OLD_DIM, 0.8)
+    own = embedded_images("new", NEW_DIM, 0.4)
+    contestants = EvaluatedModels(old, view, own, extra={"slerp": embedded_images("mixed", OLD_DIM, 0.7)})
+    evaluation = evaluate(contestants, EvaluationOptions(n_resamples=50, rerank=5))
+    content = ReportContent(evaluation, contestants, "map", run={"reranked_hits": 5}, tsne_pairs=0)
+    save_report(folder / "report", build_report(content))
+    return load_report(folder)
+
+
+def test_costs_are_those_of_a_calculation_by_hand(report: Report) -> None:
+    plan = plan_ways(report, Traffic(1000, 10, embeds_per_second=2.0, price_per_1000=3.0, days=7))
+    found = {way.name: way for way in plan.ways}
+    cases = {case.label: case for case in report.cases}
+    assert {name: way.quality for name, way in found.items()} == {
+        "stay": cases["old/old"].metrics["cmc@1"],
+        "new queries": cases["new/old"].metrics["cmc@1"],
+        "half-way queries": cases["slerp/old"].metrics["cmc@1"],
+        "re-rank 5": cases["new+rerank/old"].metrics["cmc@1"],
+        "backfill": cases["new/new"].metrics["cmc@1"],
+    }
+    assert [way.in_all for way in plan.ways] == [70, 70, 140, 70 + 350, 1000 + 70]
+    assert [way.milliseconds for way in plan.ways] == [500, 500, 1000, 3000, 500]
+    assert [way.hours for way in plan.ways] == pytest.approx([0, 0, 0, 0, 1000 / 2 / 3600])
+    assert [way.price for way in plan.ways] == pytest.approx([0.21, 0.21, 0.42, 1.26, 3.21])
+    many = {way.name: way for way in plan_ways(report, Traffic(1000, 10**6)).ways}["re-rank 5"]
+    assert many.in_all == 30 * 10**6 + 1000 and many.milliseconds is None, "no item is embedded twice"
+    index = 1000 * OLD_DIM * 4
+    assert [way.stored_bytes for way in plan.ways] == [index, index, index, index + 350 * (NEW_DIM * 4 + 48), 1000 * NEW_DIM * 4]
+
+
+def test_the_share_of_the_gain_and_what_is_missing_are_said(report: Report) -> None:
+    plan = plan_ways(report, Traffic(1000, 10), "map")
+    said = " ".join(describe_plan(plan))
+    stay, new, *_, backfill = (way.quality for way in plan.ways)
+    assert None not in (stay, new, backfill) and f"new queries: {100 * (new - stay) / (backfill - stay):.0f} %" in said
+    assert "at most 50 items a day" in said and "after 20.0 days or more" in said and "Not measured" not in said
+    bare = Report(**{**vars(report), "cases": [case for case in report.cases if case.label in ("old/old", "new/old")]})
+    assert (
+        "half-way queries (set evaluation.slerp: 0.5 in the recipe), re-rank 5 (add --rerank 20 to `xcompat evaluate`), backfill "
+        "(add --new-own FOLDER to `xcompat evaluate`)" in describe_plan(plan_ways(bare, Traffic(10, 0)))[-1]
+    )
+
+
+def test_a_plan_from_the_command_line(run_xcompat: Run, report: Report, tmp_path: Path) -> None:
+    save_report(tmp_path / "report", report)
+    asked = ("plan", tmp_path, "--items", 5_000_000, "--queries-per-day", 20_000)
+    image = tmp_path / "plan.png"
+    code, said, _ = run_xcompat(*asked, "--embeds-per-second", 100, "--price", 0.1, "--plot", image)
+    assert code == 0 and "5,000,000 items, 20,000 queries a day" in said and "re-rank 5" in said and "13.9" in said
+    assert Image.open(image).size[0] > 500
+    code, _, said = run_xcompat(*asked, "--plot", image)
+    assert code == 2 and f"{image} exists" in said
+    code, _, said = run_xcompat(*asked, "--metric", "recall@7")
+    assert code == 2 and "does not measure recall@7; it has cmc@1" in said
