@@ -1,4 +1,4 @@
-"""Images as files have them: more than 8 bits, more pixels than fit, many frames: as in 8 bits, or refused."""
+"""Images as files have them, and augmentation: as in 8 bits or refused, of the right size, decided by the seed alone."""
 
 from __future__ import annotations
 
@@ -7,18 +7,25 @@ import os
 import struct
 import tarfile
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import datasets
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image, ImageOps
 from PIL.ExifTags import Base
+from pydantic import ValidationError
+from torch.nn import functional as F
+from torchvision.transforms import v2
 
 from xcompat.core.errors import XcompatError
-from xcompat.data import PairSource, image_files, images, iterate_images, load_pairs, open_image, to_rgb
+from xcompat.data import Augmentation, PairSource, View, build_transform, images, iterate_images, load_pairs, open_image, to_rgb
 from xcompat.data.images import MAX_ASPECT, MAX_PIXELS, UnusableSampleError
 from xcompat.models.embedder import load_embedder
 
@@ -86,16 +93,15 @@ def test_what_is_transparent_in_16_bits_is_white() -> None:
     assert [open_image(data).getpixel((x, 0))[0] for x in (0, 1)] == [117, 255]
 
 
-def test_a_tiff_whose_zero_is_white_is_no_negative() -> None:
+@pytest.mark.parametrize(
+    ("tag", "stored", "expected"),
+    [({262: 0}, WIDE_HW, 255 - GREY_HW), ({339: 2}, WIDE_HW // 2, GREY_HW)],
+    ids=["zero is white", "signed"],
+)
+def test_tags_of_a_tiff_say_which_values_are_white(tag: dict[int, int], stored: np.ndarray, expected: np.ndarray) -> None:
     data = io.BytesIO()
-    Image.fromarray(WIDE_HW).save(data, "TIFF", tiffinfo={262: 0})
-    assert np.array_equal(np.asarray(open_image(data.getvalue()))[..., 0], 255 - GREY_HW)
-
-
-def test_signed_16_bits_end_at_half() -> None:
-    data = io.BytesIO()
-    Image.fromarray(WIDE_HW // 2).save(data, "TIFF", tiffinfo={339: 2})
-    assert np.abs(np.asarray(open_image(data.getvalue()), np.int16)[..., 0] - GREY_HW).max() <= 1
+    Image.fromarray(stored).save(data, "TIFF", tiffinfo=tag)
+    assert np.abs(np.asarray(open_image(data.getvalue()), np.int16)[..., 0] - expected).max() <= 1
 
 
 @pytest.mark.parametrize(
@@ -169,7 +175,6 @@ def test_other_colour_spaces_show_the_same_colour(mode: str) -> None:
 
 def photo(orientation: int | None, form: str = "JPEG") -> bytes:
     """An image whose top left is red and whose bottom right is blue once it is turned as `orientation` says."""
-
     upright = Image.new("RGB", (64, 48), "white")
     upright.paste("red", (0, 0, 24, 24))
     upright.paste("blue", (40, 24, 64, 48))
@@ -200,7 +205,6 @@ def test_damaged_exif_leaves_the_image_readable() -> None:
 
 @pytest.mark.parametrize("table", ["folder", "captions", "parquet", "datasets", "webdataset"])
 def test_every_source_gives_upright_images(table: str, tmp_path: Path) -> None:
-
     data, path = photo(6), tmp_path / "photos"
     path.mkdir()
     if table in ("folder", "captions"):
@@ -230,19 +234,15 @@ def test_every_file_of_a_folder_is_read_or_named(tmp_path: Path, capsys: pytest.
     (tmp_path / "d.large").write_bytes(photo(None, "PNG"))
     for name in (".DS_Store", "Thumbs.db", "notes.txt", "BMW", "e.json", "f.mov"):
         (tmp_path / name).write_text("BM is a text")
-
     loaded = load_pairs(PairSource(path=str(tmp_path), captions=False))
     assert loaded["id"][:] == ["a", "b.jfif", "c.avif", "d.large"]
     said = capsys.readouterr().out.replace("\n", " ")
     assert "6 files (BMW, e.json, f.mov, notes.txt, .DS_Store and 1 more) are left out" in said
 
 
-def test_heic_without_its_reader_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-
-    for module in (images, image_files):
-        monkeypatch.setattr(module, "can_read_heic", lambda: False)
+def test_heic_needs_pillow_heif(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("images", "image_files"):
+        monkeypatch.setattr(f"xcompat.data.{module}.can_read_heic", lambda: False)
     images._register_heic.cache_clear()
     header = b"\0\0\0\x18ftypheic" + bytes(200)
     (tmp_path / "a.heic").write_bytes(header)
@@ -265,7 +265,6 @@ def test_heic_is_read() -> None:
 
 
 def test_names_that_are_not_utf8_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-
     (tmp_path / "a.jpg").write_bytes(photo(None))
     try:
         Path(os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9.jpg")).write_bytes(photo(None))
@@ -273,3 +272,85 @@ def test_names_that_are_not_utf8_are_named(tmp_path: Path, capsys: pytest.Captur
         pytest.skip("this file system has UTF-8 names only")
     assert load_pairs(PairSource(path=str(tmp_path), captions=False))["id"][:] == ["a.jpg"]
     assert "1 image (caf\\udce9.jpg) is left out, as names must be UTF-8" in capsys.readouterr().out.replace("\n", " ")
+
+
+def image(width: int = 40, height: int = 30) -> Image.Image:
+    return Image.fromarray(np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8))
+
+
+def stub_processor(side: int, interpolation: str) -> Any:
+    return SimpleNamespace(image_size=(side, side), interpolation=interpolation)
+
+
+def with_one(**strength: float) -> Augmentation:
+    return Augmentation(**{**Augmentation.none().model_dump(), **strength})
+
+
+STRENGTHS = ["brightness", "contrast", "saturation", "hue", "grayscale", "blur", "solarize"]
+STRENGTHS += ["sharpness", "translation", "min_scale", "horizontal_flip"]
+
+
+@pytest.mark.parametrize("name", STRENGTHS)
+def test_each_strength_changes_the_image_alone(name: str) -> None:
+    torch.manual_seed(0)
+    one = with_one(**{name: 0.5})
+    assert not one.is_none
+    transform, plain = build_transform(one, (30, 40)), build_transform(Augmentation.none(), (30, 40))(image())
+    assert any(not torch.equal(transform(image()), plain) for _ in range(8))
+
+
+@pytest.mark.parametrize("size", [(32, 32), (16, 24)])
+def test_what_is_off_takes_no_draw(size: tuple[int, int]) -> None:
+    steps = [
+        v2.RandomResizedCrop(list(size), scale=(0.5, 1), ratio=(0.75, 1 / 0.75), interpolation=v2.InterpolationMode.BICUBIC),
+        v2.RandomAffine(10, translate=(0.05, 0.05), interpolation=v2.InterpolationMode.BILINEAR, fill=255.0),
+        v2.ColorJitter(brightness=0.2, contrast=0.2),
+        v2.RandomChoice([v2.RandomAdjustSharpness(1.5, p=0.5), v2.RandomAdjustSharpness(0.5, p=0.5)]),
+        v2.PILToTensor(),
+    ]
+    drawn = []
+    for transform in (build_transform(Augmentation(), size), v2.Compose(steps)):
+        torch.manual_seed(3)
+        drawn.append((transform(image()), torch.get_rng_state()))
+    (ours, after), (plain, expected) = drawn
+    assert torch.equal(ours, plain) and torch.equal(after, expected)
+
+
+def test_what_is_switched_off_only_resizes() -> None:
+    never = Augmentation(**{**with_one(hue=0.5).model_dump(), "colour_probability": 0.0})
+    expected = torch.from_numpy(np.array(image())).permute(2, 0, 1)
+    for augmentation in (Augmentation.none(), never):
+        assert torch.equal(build_transform(augmentation, (30, 40))(image()), expected)
+
+
+def test_a_view_is_the_same_for_every_model_in_any_thread() -> None:
+    wide, small = stub_processor(64, "nearest"), stub_processor(16, "bilinear")
+    view = View(Augmentation(horizontal_flip=0.5), 3, 1)
+    rows = np.repeat(np.linspace(0, 255, 512).astype(np.uint8)[None, :], 512, axis=0)  # a ramp shows which part was cropped
+    images = {f"images/{number}.png": Image.fromarray(np.stack([rows, rows.T, rows], axis=-1)) for number in range(12)}
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    with ThreadPoolExecutor(4) as pool:
+        threaded = list(pool.map(view.build_draw(wide), images.values(), images))
+    assert torch.equal(torch.get_rng_state(), before)
+    alone = [view.build_draw(wide)(image, name) for name, image in reversed(images.items())]
+    assert all(map(torch.equal, threaded, reversed(alone)))
+    assert len({one.numpy().tobytes() for one in threaded}) == 12, "each image has its own draws"
+    still = View(Augmentation(horizontal_flip=0.5, rotation=0, translation=0), 3, 1)  # which move whole pixels of each size
+    for name, image in images.items():
+        seen = F.interpolate(still.build_draw(wide)(image, name)[None].float(), size=16, mode="bilinear", antialias=True)[0]
+        assert (seen - still.build_draw(small)(image, name)).abs().mean() < 4
+    name, image = next(iter(images.items()))
+    others = [view, view._replace(seed=4), view._replace(number=2), view._replace(augmentation=Augmentation())]
+    assert len({other.build_draw(wide)(image, name).numpy().tobytes() for other in others}) == 4
+    assert len({other.digest("images") for other in others} | {view.digest("others")}) == 5
+
+
+WRONG: list[dict[str, float]] = [{"brightnes": 0.1}, {"min_scale": 0}, {"rotation": 181}, {"horizontal_flip": 1.5}, {"hue": 0.6}]
+WRONG += [{"brightness": 0, "contrast": 0, "colour_probability": 0.8}]
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_wrong_values_are_refused(wrong: dict[str, float]) -> None:
+    with pytest.raises(ValidationError):
+        Augmentation(**wrong)
