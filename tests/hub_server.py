@@ -110,17 +110,13 @@ class _Handler(BaseHTTPRequestHandler):
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         asked = f"{self.command} {path}"
         self.server.asked.append(asked)
-        status = self.server.fault(asked)
+        status, shown = self.server.fault(asked), self.headers.get("Authorization")
         if status == 0:
             self.close_connection = True
             self.connection.close()
         elif status is not None:
             self._answer(status, {"error": f"the server says {status}"})
-        elif (
-            self.server.token
-            and not path.startswith("/large/")
-            and self.headers.get("Authorization") != f"Bearer {self.server.token}"
-        ):
+        elif self.server.token and not (path.startswith("/large/") or shown == f"Bearer {self.server.token}"):
             self._answer(401, {"error": "Invalid credentials in Authorization header"}, code="RepoNotFound")
         else:
             for pattern, name in _ROUTES:
@@ -134,11 +130,8 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self, status: int, content: Any = b"", code: str = "", missing: int = 0, **headers: str) -> None:
         raw = content if isinstance(content, bytes) else json.dumps(content).encode()
         self.send_response(status)
-        for name, value in {
-            "Content-Length": str(len(raw) + missing),
-            **({"X-Error-Code": code} if code else {}),
-            **headers,
-        }.items():
+        more = {"X-Error-Code": code} if code else {}
+        for name, value in {"Content-Length": str(len(raw) + missing), **more, **headers}.items():
             self.send_header(name.replace("_", "-"), value)
         self.end_headers()
         if self.command != "HEAD":
@@ -215,10 +208,8 @@ class _Handler(BaseHTTPRequestHandler):
         answers = []
         for file in json.loads(body)["files"]:
             name = file["path"]
-            mode = "lfs" if name.endswith(".safetensors") else "regular"
-            oid = None
-            if name in there:
-                oid = _oid(there[name]) if mode == "regular" else hashlib.sha256(there[name]).hexdigest()
+            mode, digest = ("lfs", _sha256) if name.endswith(".safetensors") else ("regular", _oid)
+            oid = digest(there[name]) if name in there else None
             answers.append({"path": name, "uploadMode": mode, "shouldIgnore": False, "oid": oid})
         self._answer(200, {"files": answers})
 
@@ -233,7 +224,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(200, {"transfer": "basic", "objects": objects})
 
     def put(self, body: bytes, oid: str) -> None:
-        assert hashlib.sha256(body).hexdigest() == oid
+        assert _sha256(body) == oid
         self.server.large[oid] = body
         self._answer(200)
 
@@ -274,8 +265,11 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _tags(card: Any) -> list[str]:
-    """Return the tags that the Hub makes of a card's metadata."""
     return [str(tag) for tag in card.get("tags") or []] if isinstance(card, dict) else []
+
+
+def _sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
 
 
 def _oid(content: bytes) -> str:
@@ -301,11 +295,7 @@ _ROUTES = [
 
 @contextmanager
 def served(cache: Path) -> Iterator[Hub]:
-    """Serve a Hub that this process and those it starts take for the only one.
-
-    Args:
-        cache: where they keep what they fetch.
-    """
+    """Serve a Hub that this process and those it starts take for the only one, with a folder for what they fetch."""
     hub = Hub()
     with redirected(hub.url, cache):
         try:
@@ -317,13 +307,7 @@ def served(cache: Path) -> Iterator[Hub]:
 
 @contextmanager
 def redirected(url: str, cache: Path) -> Iterator[None]:
-    """Let this process, which may have imported its libraries already, and those it starts use another Hub.
-
-    Args:
-        url: address of the Hub.
-        cache: where they keep what they fetch.
-    """
-    constants = huggingface_hub.constants
+    """Let this process, which may have imported its libraries already, and those it starts use another Hub."""
     environment = {
         "HF_ENDPOINT": url,
         "HF_HUB_OFFLINE": "0",
@@ -342,7 +326,7 @@ def redirected(url: str, cache: Path) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(mock.patch.dict(os.environ, environment))
         for name, value in values.items():
-            stack.enter_context(mock.patch.object(constants, name, value))
+            stack.enter_context(mock.patch.object(huggingface_hub.constants, name, value))
         stack.enter_context(mock.patch.object(transformers.utils.hub, "_hf_api", None))
         stack.enter_context(mock.patch.object(huggingface_hub.utils._http.time, "sleep"))  # between tries
         yield

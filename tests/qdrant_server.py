@@ -21,14 +21,7 @@ PARAMS = ("shard_number", "replication_factor", "write_consistency_factor", "on_
 
 
 class Server:
-    """A server on loopback.
-
-    Args:
-        key: must come with each request; None for none.
-        reader: a key that may read alone.
-        version: what it says it is.
-        statuses: what it says of collections, one after the other, before it says green.
-    """
+    """A server on loopback, which reports ``statuses`` of collections, one after the other, before it reports green."""
 
     def __init__(self, key: str | None = None, reader: str | None = None, version: str = "1.17.0") -> None:
         self.key, self.reader, self.version = key, reader, version
@@ -65,11 +58,9 @@ class Server:
 
     @property
     def port(self) -> int:
-        """Where it listens."""
         return self.http.server_port
 
     def done(self, method: str, path: str, body: bytes, key: str | None) -> tuple[int, Any]:
-        """Do what a request asks for."""
         reads = method == "GET" or (re.search(r"/points(/(scroll|count|query|query/batch))?$", path) and method == "POST")
         if self.key is not None and key != self.key and not (reads and key == self.reader):
             return (403 if key == self.reader else 401), {"status": {"error": "Forbidden: the key does not allow that"}}
@@ -81,7 +72,6 @@ class Server:
             return 400, {"status": {"error": f"Wrong input: {error}"}, "time": 0.0}
 
     def result(self, method: str, path: str, body: dict[str, Any]) -> Any:
-        """Return what the answer holds."""
         if path == "/collections":
             return plain(self.engine.get_collections())
         if path == "/aliases":
@@ -92,7 +82,6 @@ class Server:
         return getattr(self, f"{method}_{verb.replace('/', '_')}".rstrip("_").lower())(name, body)
 
     def get(self, name: str, _: Any) -> Any:
-        """Describe a collection."""
         info = plain(self.engine.get_collection(name))
         made = self.made.get(name, {})
         config = info["config"]
@@ -106,21 +95,17 @@ class Server:
         return info
 
     def put(self, name: str, body: dict[str, Any]) -> Any:
-        """Make a collection."""
         made = models.CreateCollection(**body)
         self.made[name] = body
         return self.engine.create_collection(name, made.vectors, made.sparse_vectors, made.metadata)
 
     def patch(self, name: str, body: dict[str, Any]) -> Any:
-        """Change metadata."""
         return self.engine.update_collection(name, metadata=body["metadata"])
 
     def delete(self, name: str, _: Any) -> Any:
-        """Delete a collection."""
         return self.engine.delete_collection(name)
 
     def put_index(self, name: str, body: dict[str, Any]) -> Any:
-        """Index a field."""
         schema = body["field_schema"]
         kind = schema if isinstance(schema, str) else schema["type"]
         params = None if isinstance(schema, str) else schema
@@ -128,16 +113,13 @@ class Server:
         return {"operation_id": 0, "status": "completed"}
 
     def put_points(self, name: str, body: dict[str, Any]) -> Any:
-        """Write points."""
         return plain(self.engine.upsert(name, models.PointsList(**body).points))
 
     def post_points(self, name: str, body: dict[str, Any]) -> Any:
-        """Read points by id."""
         asked = models.PointRequest(**body)
         return [plain(found) for found in self.engine.retrieve(name, asked.ids, asked.with_payload or False, asked.with_vector)]
 
     def post_points_scroll(self, name: str, body: dict[str, Any]) -> Any:
-        """Read points in order."""
         asked = models.ScrollRequest(**body)
         points, more = self.engine.scroll(
             name, asked.filter, asked.limit, None, asked.offset, asked.with_payload or False, asked.with_vector
@@ -145,25 +127,20 @@ class Server:
         return {"points": [plain(point) for point in points], "next_page_offset": more}
 
     def post_points_count(self, name: str, body: dict[str, Any]) -> Any:
-        """Count points."""
         return plain(self.engine.count(name, models.CountRequest(**body).filter))
 
     def post_points_delete(self, name: str, body: dict[str, Any]) -> Any:
-        """Delete points by id."""
         return plain(self.engine.delete(name, models.PointIdsList(**body)))
 
     def post_points_payload_delete(self, name: str, body: dict[str, Any]) -> Any:
-        """Delete a key of all payloads."""
         asked = models.DeletePayload(**body)
         assert asked.filter is not None
         return plain(self.engine.delete_payload(name, asked.keys, models.FilterSelector(filter=asked.filter)))
 
     def post_points_query(self, name: str, body: dict[str, Any]) -> Any:
-        """Search."""
         return self.post_points_query_batch(name, {"searches": [body]})[0]
 
     def post_points_query_batch(self, name: str, body: dict[str, Any]) -> Any:
-        """Search with several vectors."""
         kept = {vector: array.copy() for vector, array in self.engine._get_collection(name).vectors.items()}
         found = self.engine.query_batch_points(name, models.QueryRequestBatch(**body).searches)
         self.engine._get_collection(name).vectors.update(kept)  # the local mode brings them to length 1 again, and rounds
@@ -171,13 +148,11 @@ class Server:
 
 
 def plain(model: Any) -> Any:
-    """Return a model as JSON holds it."""
     return model.model_dump(mode="json", exclude_none=True)
 
 
 @contextmanager
 def served(**options: Any) -> Iterator[Server]:
-    """Run a server."""
     server = Server(**options)
     thread = threading.Thread(target=server.http.serve_forever, args=(0.01,), daemon=True)
     thread.start()

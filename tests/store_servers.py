@@ -28,7 +28,6 @@ Connect: TypeAlias = Callable[[], Place]
 
 @contextmanager
 def postgres_server(folder: Path) -> Iterator[Connect]:
-    """Run a PostgreSQL with pgvector."""
     import psycopg
 
     with postgres.running() as uri:
@@ -37,7 +36,6 @@ def postgres_server(folder: Path) -> Iterator[Connect]:
 
 @contextmanager
 def chroma_server(folder: Path) -> Iterator[Connect]:
-    """Run Chroma's own server."""
     import chromadb
 
     settings = chromadb.config.Settings(anonymized_telemetry=False)
@@ -58,14 +56,12 @@ def milvus_server(folder: Path) -> Iterator[Connect]:
 
 @contextmanager
 def lance_folder(folder: Path) -> Iterator[Connect]:
-    """Give a folder, which every process opens."""
     warnings.filterwarnings("ignore", "lancedb fork support is experimental", RuntimeWarning)
     yield lambda: LancePlace(folder)
 
 
 @contextmanager
 def sqlite_file(folder: Path) -> Iterator[Connect]:
-    """Give a file, which every process opens."""
     yield lambda: SqlitePlace(folder / "items.db")
 
 

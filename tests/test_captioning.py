@@ -10,42 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import transformers
 import warm
 from PIL import Image
 from schedule import mostly_nightly
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch import nn
-from transformers import (
-    BertConfig,
-    BlipConfig,
-    BlipForConditionalGeneration,
-    BlipImageProcessor,
-    BlipProcessor,
-    CLIPImageProcessor,
-    CLIPVisionConfig,
-    GitConfig,
-    GitForCausalLM,
-    GitProcessor,
-    LlamaConfig,
-    LlavaConfig,
-    LlavaForConditionalGeneration,
-    LlavaProcessor,
-    Pix2StructConfig,
-    Pix2StructForConditionalGeneration,
-    Pix2StructImageProcessor,
-    Pix2StructProcessor,
-    PreTrainedTokenizerFast,
-    Qwen2VLConfig,
-    Qwen2VLForConditionalGeneration,
-    Qwen2VLImageProcessor,
-    Qwen2VLProcessor,
-    Qwen2VLVideoProcessor,
-    VisionEncoderDecoderConfig,
-    VisionEncoderDecoderModel,
-    ViTConfig,
-    ViTImageProcessor,
-    set_seed,
-)
 from typer.testing import CliRunner
 
 from xcompat import XcompatError, captioning
@@ -68,14 +38,14 @@ CHAT = (
 )
 
 
-def tokenizer(*more: str, text: str = "[BOS] $A [EOS]") -> PreTrainedTokenizerFast:
+def tokenizer(*more: str, text: str = "[BOS] $A [EOS]") -> transformers.PreTrainedTokenizerFast:
     """Return one of whole words, which puts a text ``$A`` between other tokens."""
     words = [*WORDS, *more]
     made = Tokenizer(models.WordLevel({word: row for row, word in enumerate(words)}, unk_token="[PAD]"))
     made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     made.post_processor = processors.TemplateProcessing(single=text, special_tokens=[("[BOS]", 1), ("[EOS]", 2)])
     names = {"pad_token": "[PAD]", "bos_token": "[BOS]", "eos_token": "[EOS]", "cls_token": "[BOS]", "sep_token": "[EOS]"}
-    return PreTrainedTokenizerFast(tokenizer_object=made, additional_special_tokens=list(more), **names)
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=made, additional_special_tokens=list(more), **names)
 
 
 def save(folder: Path, model: nn.Module, processor: object) -> str:
@@ -89,77 +59,76 @@ def save(folder: Path, model: nn.Module, processor: object) -> str:
 
 def blip(folder: Path) -> str:
     text = {**SIZE, **ENDS, "vocab_size": len(WORDS), "encoder_hidden_size": 16, "sep_token_id": 2, "projection_dim": 16}
-    config = BlipConfig(text_config=text, vision_config={**VISION, "projection_dim": 16}, projection_dim=16)
-    return save(folder, BlipForConditionalGeneration(config), BlipProcessor(BlipImageProcessor(size=PIXELS), tokenizer()))
+    config = transformers.BlipConfig(text_config=text, vision_config={**VISION, "projection_dim": 16}, projection_dim=16)
+    processor = transformers.BlipProcessor(transformers.BlipImageProcessor(size=PIXELS), tokenizer())
+    return save(folder, transformers.BlipForConditionalGeneration(config), processor)
 
 
 def git(folder: Path) -> str:
-    config = GitConfig(vision_config=VISION, **SIZE, **ENDS, vocab_size=len(WORDS), max_position_embeddings=64)
-    images = CLIPImageProcessor(size={"shortest_edge": 16}, crop_size=PIXELS)
-    return save(folder, GitForCausalLM(config), GitProcessor(images, tokenizer()))
+    config = transformers.GitConfig(vision_config=VISION, **SIZE, **ENDS, vocab_size=len(WORDS), max_position_embeddings=64)
+    images = transformers.CLIPImageProcessor(size={"shortest_edge": 16}, crop_size=PIXELS)
+    return save(folder, transformers.GitForCausalLM(config), transformers.GitProcessor(images, tokenizer()))
 
 
 def pix2struct(folder: Path) -> str:
     width = {"hidden_size": 16, "d_kv": 8, "d_ff": 32}
     text = {**width, **ENDS, "vocab_size": len(WORDS), "num_layers": 1, "num_heads": 2, "decoder_start_token_id": 0}
     vision = {**width, "patch_embed_hidden_size": 768, "num_hidden_layers": 1, "num_attention_heads": 2, "seq_len": 2048}
-    model = Pix2StructForConditionalGeneration(Pix2StructConfig(text_config=text, vision_config=vision))
-    return save(folder, model, Pix2StructProcessor(Pix2StructImageProcessor(is_vqa=False), tokenizer(text="$A [EOS]")))
+    model = transformers.Pix2StructForConditionalGeneration(transformers.Pix2StructConfig(text_config=text, vision_config=vision))
+    images = transformers.Pix2StructImageProcessor(is_vqa=False)
+    return save(folder, model, transformers.Pix2StructProcessor(images, tokenizer(text="$A [EOS]")))
 
 
 def llava(folder: Path, template: str | None = CHAT.replace("IMAGE", IMAGE)) -> str:
-    llama = LlamaConfig(**SIZE, **ENDS, vocab_size=len(WORDS) + 1)
-    config = LlavaConfig(
-        vision_config=CLIPVisionConfig(**VISION, projection_dim=16),
-        text_config=llama,
-        image_token_index=len(WORDS),
-        vision_feature_layer=-1,
-    )
-    images = CLIPImageProcessor(size={"shortest_edge": 16}, crop_size=PIXELS)
+    llama = transformers.LlamaConfig(**SIZE, **ENDS, vocab_size=len(WORDS) + 1)
+    towers = {"vision_config": transformers.CLIPVisionConfig(**VISION, projection_dim=16), "text_config": llama}
+    config = transformers.LlavaConfig(**towers, image_token_index=len(WORDS), vision_feature_layer=-1)
+    images = transformers.CLIPImageProcessor(size={"shortest_edge": 16}, crop_size=PIXELS)
     patches = {"patch_size": 8, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
-    processor = LlavaProcessor(images, tokenizer(IMAGE, text="$A"), **patches, chat_template=template, image_token=IMAGE)
-    return save(folder, LlavaForConditionalGeneration(config), processor)
+    words = tokenizer(IMAGE, text="$A")
+    processor = transformers.LlavaProcessor(images, words, **patches, chat_template=template, image_token=IMAGE)
+    return save(folder, transformers.LlavaForConditionalGeneration(config), processor)
 
 
 def qwen2_vl(folder: Path) -> str:
     """Return one whose questions are longer for larger images."""
     rows = {name: len(WORDS) + row for row, name in enumerate(("image", "video", "vision_start", "vision_end"))}
     rope = {"type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10000.0}
-    config = Qwen2VLConfig(
+    config = transformers.Qwen2VLConfig(
         text_config={**SIZE, **ENDS, "num_key_value_heads": 2, "vocab_size": len(WORDS) + 4, "rope_parameters": rope},
         vision_config={"depth": 1, "embed_dim": 16, "hidden_size": 16, "num_heads": 2, "mlp_ratio": 2, "patch_size": 4},
         **{f"{name}_token_id": row for name, row in rows.items()},
     )
-    processor = Qwen2VLProcessor(
-        Qwen2VLImageProcessor(patch_size=4, min_pixels=64, max_pixels=1024),
+    processor = transformers.Qwen2VLProcessor(
+        transformers.Qwen2VLImageProcessor(patch_size=4, min_pixels=64, max_pixels=1024),
         tokenizer(*PADS, text="$A"),
-        video_processor=Qwen2VLVideoProcessor(patch_size=4),
+        video_processor=transformers.Qwen2VLVideoProcessor(patch_size=4),
         chat_template=CHAT.replace("IMAGE", f"{PADS[2]}{PADS[0]}{PADS[3]}"),
     )
-    return save(folder, Qwen2VLForConditionalGeneration(config), processor)
+    return save(folder, transformers.Qwen2VLForConditionalGeneration(config), processor)
 
 
 def vision_encoder_decoder(folder: Path) -> str:
-    """Return one that takes no prompt."""
-    decoder = BertConfig(**SIZE, vocab_size=len(WORDS), is_decoder=True, add_cross_attention=True, max_position_embeddings=64)
-    config = VisionEncoderDecoderConfig.from_encoder_decoder_configs(ViTConfig(**VISION), decoder)
+    decoder = transformers.BertConfig(
+        **SIZE, vocab_size=len(WORDS), is_decoder=True, add_cross_attention=True, max_position_embeddings=64
+    )
+    config = transformers.VisionEncoderDecoderConfig.from_encoder_decoder_configs(transformers.ViTConfig(**VISION), decoder)
     config.decoder_start_token_id, config.pad_token_id, config.eos_token_id = 1, 0, 2
-    model = VisionEncoderDecoderModel(config)
+    model = transformers.VisionEncoderDecoderModel(config)
     for name, token in {**ENDS, "decoder_start_token_id": 1}.items():
         setattr(model.generation_config, name, token)
     tokenizer().save_pretrained(folder)
-    return save(folder, model, ViTImageProcessor(size=PIXELS))
+    return save(folder, model, transformers.ViTImageProcessor(size=PIXELS))
 
 
 def make(kind: Callable[[Path], str], folder: Path) -> str:
     """Return the folder of a captioner of one kind, always the same one."""
-    set_seed(0)
+    transformers.set_seed(0)
     return kind(folder)
 
 
 @pytest.fixture(scope="module")
 def captioner_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A vision encoder with a text decoder, of random weights."""
     return make(vision_encoder_decoder, tmp_path_factory.mktemp("captioner"))
 
 
@@ -186,52 +155,41 @@ def test_every_image_gets_the_caption_it_gets_alone(captioner_folder: str, photo
     for row in found:
         assert captioner([Image.open(photos / row["id"]).convert("RGB")]) == [row["caption"]]
     assert not (tmp_path / "captions.jsonl.parts").exists()
+    (tmp_path / "odd").mkdir()
+    (tmp_path / "odd" / "a\u2028b.png").write_bytes((photos / "cat" / "01.png").read_bytes())
+    write_captions(PairSource(path=str(tmp_path / "odd"), captions=False), captioner, tmp_path / "odd.jsonl")
+    assert json.loads((tmp_path / "odd.jsonl").read_text())["id"] == "a\u2028b.png", "Unicode calls it a line separator"
 
 
 @pytest.mark.parametrize("at", [0, 1, 2])
-def test_a_killed_run_continues_and_writes_the_same(
+def test_killed_runs_continue(
     captioner_folder: str, photos: Path, tmp_path: Path, at: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(captioning, "ROWS", 4)
-    captioner, source, asked = Captioner(captioner_folder, max_tokens=6), PairSource(path=str(photos), captions=False), 0
+    captioner, source = Captioner(captioner_folder, max_tokens=6), PairSource(path=str(photos), captions=False)
     write_captions(source, captioner, tmp_path / "whole.jsonl")
-    parts = captioning._lines
+    parts, asked, limit = captioning._lines, list[int](), 4 * at
 
-    def stopped(images: object, start: int, *rest: object) -> object:
-        if start == 4 * at:
+    def counted(images: object, start: int, *rest: object) -> object:
+        if start == limit:
             raise KeyboardInterrupt
+        asked.append(start)
         return parts(images, start, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(captioning, "_lines", stopped)
+    monkeypatch.setattr(captioning, "_lines", counted)
     with pytest.raises(KeyboardInterrupt):
         write_captions(source, captioner, tmp_path / "cut.jsonl")
     assert not (tmp_path / "cut.jsonl").exists()
-    done = len(list((tmp_path / "cut.jsonl.parts").glob("*.jsonl")))
-
-    def counted(*given: object) -> object:
-        nonlocal asked
-        asked += 1
-        return parts(*given)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(captioning, "_lines", counted)
+    done, limit = len(list((tmp_path / "cut.jsonl.parts").glob("*.jsonl"))), -1
+    asked.clear()
     with pytest.raises(XcompatError, match="parts with other max_tokens"):
         write_captions(source, Captioner(captioner_folder, max_tokens=7), tmp_path / "cut.jsonl")
     write_captions(source, captioner, tmp_path / "cut.jsonl")
-    assert asked == 3 - done and done == at
+    assert len(asked) == 3 - done and done == at
     assert (tmp_path / "cut.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
 
 
-def test_ids_may_hold_what_unicode_calls_a_line_separator(captioner_folder: str, photos: Path, tmp_path: Path) -> None:
-    (tmp_path / "odd").mkdir()
-    (tmp_path / "odd" / "a\u2028b.png").write_bytes((photos / "cat" / "01.png").read_bytes())
-    source = PairSource(path=str(tmp_path / "odd"), captions=False)
-    assert write_captions(source, Captioner(captioner_folder, max_tokens=4), tmp_path / "out.jsonl") == 1
-    assert json.loads((tmp_path / "out.jsonl").read_text())["id"] == "a\u2028b.png"
-
-
-def test_a_file_that_appears_meanwhile_stays_and_a_folder_is_no_place(
-    captioner_folder: str, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_that_appear_are_kept(captioner_folder: str, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, out = PairSource(path=str(photos), captions=False), tmp_path / "out.jsonl"
     captioner = Captioner(captioner_folder, max_tokens=4)
     with monkeypatch.context() as patch:
@@ -262,9 +220,7 @@ def test_two_processes_write_the_same_file_and_a_recipe_reads_it(captioner_folde
         load_labelled(LabelledSource(path=str(photos), caption_file=str(tmp_path / "short.jsonl")), captions=True)
 
 
-def test_what_is_no_captioner_or_no_image_is_one_line(
-    captioner_folder: str, photos: Path, tmp_path: Path, folder_of: dict[str, str]
-) -> None:
+def test_bad_captioners_and_images(captioner_folder: str, photos: Path, tmp_path: Path, folder_of: dict[str, str]) -> None:
     with pytest.raises(XcompatError, match="is a clip and writes no captions; choose a captioner"):
         Captioner(folder_of["clip"])
     with pytest.raises(XcompatError, match="cannot be loaded as a captioner"):
@@ -279,9 +235,7 @@ def test_what_is_no_captioner_or_no_image_is_one_line(
     assert write_captions(source, captioner, tmp_path / "out.jsonl") == 1
 
 
-def test_what_cannot_be_read_stops_neither_the_captions_nor_who_reads_them(
-    captioner_folder: str, photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_unreadable_images(captioner_folder: str, photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder, out = Path(shutil.copytree(photos, tmp_path / "photos")), tmp_path / "out.jsonl"
     (folder / "cat" / "05.png").write_bytes(b"no image")
     given = ["caption", str(folder), "--model", captioner_folder, "--max-tokens", "4", "--max-bad-share", "0.1"]
@@ -319,7 +273,6 @@ def folder_of_kind(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def images() -> list[Image.Image]:
-    """Four of different sizes."""
     sizes = ((16, 16), (24, 16), (16, 32), (40, 20))
     pixels = (np.random.default_rng(row).integers(0, 255, (*size, 3), dtype=np.uint8) for row, size in enumerate(sizes))
     return [Image.fromarray(each) for each in pixels]
@@ -329,9 +282,7 @@ def images() -> list[Image.Image]:
 @pytest.mark.parametrize(
     "kind", mostly_nightly(["blip", "git", "pix2struct", "llava", "qwen2_vl"], ("blip", "qwen2_vl").__contains__)
 )
-def test_every_kind_of_model_writes_what_it_writes_alone(
-    folder_of_kind: dict[str, str], images: list[Image.Image], kind: str, prompt: str | None
-) -> None:
+def test_kinds_of_captioners(folder_of_kind: dict[str, str], images: list[Image.Image], kind: str, prompt: str | None) -> None:
     captioner = Captioner(folder_of_kind[kind], max_tokens=6, prompt=prompt)
     together = captioner(images)
     assert together == [captioner([image])[0] for image in images]
@@ -359,9 +310,7 @@ def test_a_caption_goes_on_where_the_prompt_ends(folder_of_kind: dict[str, str],
     assert captioner([image]) != Captioner(folder_of_kind[kind], max_tokens=5)([image])
 
 
-def test_what_a_chat_is_asked_reaches_the_model(
-    folder_of_kind: dict[str, str], images: list[Image.Image], photos: Path, tmp_path: Path
-) -> None:
+def test_chats_get_the_prompt(folder_of_kind: dict[str, str], images: list[Image.Image], photos: Path, tmp_path: Path) -> None:
     asked = Captioner(folder_of_kind["llava"], prompt="the dog")._model_inputs(images[:1])
     words = Captioner(folder_of_kind["llava"]).tokenizer.decode(asked["input_ids"][0])
     assert words == f"USER {' '.join([IMAGE] * 4)} the dog ASSISTANT"
@@ -390,9 +339,7 @@ def test_captions_of_another_prompt_or_captioner_are_not_continued(
     assert write_captions(source, Captioner(folder_of_kind["git"], max_tokens=4), out) == 11
 
 
-def test_a_prompt_that_is_not_taken_or_is_missing_is_one_line(
-    captioner_folder: str, images: list[Image.Image], tmp_path: Path
-) -> None:
+def test_prompts_not_taken_or_missing_are_one_line(captioner_folder: str, images: list[Image.Image], tmp_path: Path) -> None:
     with pytest.raises(XcompatError, match="starts captions by itself and takes no prompt; remove --prompt"):
         Captioner(captioner_folder, prompt="a photo of")
     silent = llava(tmp_path, template=None)

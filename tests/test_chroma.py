@@ -28,7 +28,6 @@ OLD = Fingerprint.from_string("the old model")
 
 @pytest.fixture
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ChromaPlace]:
-    """An empty folder."""
     with chroma_place(request, tmp_path) as found:
         assert isinstance(found, ChromaPlace)
         yield found
@@ -110,9 +109,7 @@ def test_a_kill_between_the_two_renames_is_mended_by_either_verb(
     assert expected[1] in place.open().spaces()
 
 
-def test_a_second_migration_does_not_take_the_marks_of_the_first_for_its_own(
-    store: Store, place: ChromaPlace, model: RidgeModel, vectors: np.ndarray
-) -> None:
+def test_second_migrations_make_their_own_marks(store: Store, place: ChromaPlace, model: RidgeModel, vectors: np.ndarray) -> None:
     migration.start(store, Mapping(model))
     migration.verify(store, Mapping(model))
     migration.switch(store, Mapping(model))
@@ -181,14 +178,12 @@ def test_what_does_not_fit_is_refused_in_one_line(store: Store, place: ChromaPla
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Connect]:
-    """A server on loopback."""
     with chroma_server(tmp_path_factory.mktemp("server")) as connect:
         yield connect
 
 
 @pytest.fixture
 def served(server: Connect) -> Iterator[ChromaPlace]:
-    """A server without collections."""
     found = server()
     assert isinstance(found, ChromaPlace)
     found.clear()
@@ -211,9 +206,7 @@ def test_a_server_is_migrated_while_others_write(served: ChromaPlace, vectors: n
     np.testing.assert_allclose(np.stack([new[item] for item in old]), Mapping(model)(np.stack(list(old.values()))), atol=1e-5)
 
 
-def test_a_claim_on_a_server_holds_for_every_spelling_and_ends_with_its_process(
-    served: ChromaPlace, vectors: np.ndarray, model: RidgeModel, tmp_path: Path
-) -> None:
+def test_leases_hold_for_every_spelling(served: ChromaPlace, vectors: np.ndarray, model: RidgeModel, tmp_path: Path) -> None:
     store = filled(served, vectors)
     spelled = served.uri().replace("127.0.0.1", "localhost").replace("/?", "?")
     with store.migration_lease(), pytest.raises(XcompatError, match="is being migrated by another process"):

@@ -72,18 +72,11 @@ def test_cameras_are_a_column_of_any_other_data(market: Path, tmp_path: Path) ->
         found = load_labelled(LabelledSource(path=str(tmp_path / file), camera_column="device"))
         assert found.cameras() == [name[5:7] for name in names]
         assert load_labelled(LabelledSource(path=str(tmp_path / file))).cameras() is None
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"format": "market1501", "camera_column": "c"}, "reads file names, not the column 'c'"),
-        ({"camera_column": "c"}, "images in folders have no column 'c'"),
-    ],
-)
-def test_cameras_of_images_in_folders_are_those_of_their_names(market: Path, given: dict[str, Any], message: str) -> None:
-    with pytest.raises(XcompatError, match=message):
-        load_labelled(LabelledSource(path=[str(market / "query"), str(market / "bounding_box_train")], **given))
+    folders = [str(market / "query"), str(market / "bounding_box_train")]
+    with pytest.raises(XcompatError, match="reads file names, not the column 'c'"):
+        load_labelled(LabelledSource(path=folders, format="market1501", camera_column="c"))
+    with pytest.raises(XcompatError, match="images in folders have no column 'c'"):
+        load_labelled(LabelledSource(path=folders, camera_column="c"))
 
 
 def test_a_name_without_camera_is_refused_before_training(market: Path) -> None:
@@ -148,9 +141,8 @@ def test_rates_of_a_report_are_those_of_the_functions() -> None:
         assert expected.items() <= case.metrics.items() and case.n_queries == 46
         assert all(low <= expected[name] <= high for name, (low, high) in case.ci95.items() if name in expected)
     assert {each.metric for each in found.criterion.differences} >= {"tar@far=1e-2", "tar@far=1e-1", "tpir@fpir=2e-1"}
-    assert found.notes == [
-        "14 queries have no image of their class in the gallery and are excluded, but serve as impostors for TPIR."
-    ]
+    (note,) = found.notes
+    assert note.startswith("14 queries have no image of their class in the gallery and are excluded, but serve as impostors")
 
 
 def test_the_interval_of_a_share_of_pairs_is_that_of_drawing_queries_with_their_pairs() -> None:
@@ -167,12 +159,8 @@ def test_the_interval_of_a_share_of_pairs_is_that_of_drawing_queries_with_their_
 
 
 def raw_recipe(folder: Path, data: dict[str, Any], **training: int) -> dict[str, Any]:
-    raw: dict[str, Any] = {
-        "output_dir": str(folder / "run"),
-        "cache_dir": str(folder / "cache"),
-        "old": "stage:old",
-        "data": data,
-    }
+    places = {"output_dir": str(folder / "run"), "cache_dir": str(folder / "cache")}
+    raw: dict[str, Any] = places | {"old": "stage:old", "data": data}
     return raw | {"new": {"model": TINY, "image_size": 16, "stem": "small"}, "training": training | {"save_strategy": "no"}}
 
 
@@ -224,9 +212,7 @@ def naive_triplets(features: np.ndarray, labels: list[int], margin: float) -> fl
 
 
 @pytest.mark.parametrize(("method", "margin"), [("independent", None), ("bct", 1.0), ("mixbct", None)])
-def test_triplets_are_added_to_the_classification_loss(
-    method: str, margin: float | None, image_folder_of: dict[str, str]
-) -> None:
+def test_triplets_are_added_to_classification_losses(method: str, margin: float | None, image_folder_of: dict[str, str]) -> None:
     labels, given = [0, 0, 1, 1, 2], {"triplet_weight": 0.5, "triplet_margin": margin}
     features = torch.from_numpy(np.random.default_rng(5).normal(size=(5, 6)))
     options = {"classes": list("abc"), "old": describe_old(Fingerprint.from_string("old"), 6)}
@@ -376,10 +362,8 @@ def test_templates_that_a_list_cannot_do_without_are_named(lists: dict[str, Any]
     whole = TemplateProtocol(rows, rows, **lists, names_T=rows + 100)
     cut = embeds.copy()
     cut[5] = np.nan
-    old, new = (
-        EmbeddedTemplates(name, Fingerprint.from_string(name), each, rows, whole)
-        for name, each in (("old", embeds), ("new", cut))
-    )
+    sides = {"old": embeds, "new": cut}.items()
+    old, new = (EmbeddedTemplates(name, Fingerprint.from_string(name), each, rows, whole) for name, each in sides)
     evaluate(EvaluatedModels(old, old), EvaluationOptions(n_resamples=2, ks=(1,)))
     with pytest.raises(XcompatError, match=f"the templates 105 have no readable image, and without them {gone}"):
         EvaluatedModels(old, new).without_unreadable()

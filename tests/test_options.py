@@ -85,7 +85,6 @@ SWITCHED_OFF: dict[tuple[str, str], list[dict[str, Any]]] = {
 """Other options beside which an option changes nothing, and is refused."""
 for method, model in METHODS.items():
     if issubclass(model, ClassifiedModel):
-        heads = ("softmax", "normalized_softmax", "arcface", "cosface", "triplet")
         SWITCHED_OFF[method, "head_scale"] = [{"head": head} for head in ("softmax", "triplet")]
         SWITCHED_OFF[method, "head_margin"] = [{"head": head} for head in ("softmax", "normalized_softmax")]
         SWITCHED_OFF[method, "triplet_margin"] = [{}]

@@ -19,7 +19,6 @@ def draw(file: Path) -> None:
 
 
 def write(file: Path, lines: list[str]) -> None:
-    """Write a text file."""
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
 

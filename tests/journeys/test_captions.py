@@ -67,7 +67,6 @@ NAME = "me/captions"
 
 
 def clip(width: int, dim: int) -> str:
-    """Return a small CLIP to train from scratch."""
     tower = {"hidden_size": width, "intermediate_size": 2 * width, "num_hidden_layers": 2, "num_attention_heads": 4}
     text, vision = tower | {"max_position_embeddings": 24}, tower | {"image_size": 32, "patch_size": 8}
     return json.dumps({"model": {"model_type": "clip", "projection_dim": dim, "text_config": text, "vision_config": vision}})
@@ -107,12 +106,7 @@ stages:
 
 
 class Shop:
-    """A folder with photos, their names, and the commands that are typed there.
-
-    Args:
-        folder: everything lies in it.
-        hub: where models are shared.
-    """
+    """A folder with photos, their names, and the commands that are typed there, beside a Hub where models are shared."""
 
     def __init__(self, folder: Path, hub: Hub) -> None:
         self.folder, self.hub = folder, hub

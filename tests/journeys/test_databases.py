@@ -69,14 +69,7 @@ def map_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Collection:
-    """The documents of Cranfield in a store.
-
-    Args:
-        kind: a key of :data:`STORES`.
-        uri: the address.
-        folder: where commands run.
-        model: folder of the map.
-    """
+    """The documents of Cranfield in a store, and the folder of a map."""
 
     def __init__(self, kind: str, uri: str, folder: Path, model: Path) -> None:
         self.kind, self.uri, self.folder, self.model = kind, uri, folder, model
