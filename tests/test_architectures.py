@@ -38,8 +38,10 @@ from xcompat.models.embedder import load_checkpoint
 from xcompat.training.recipe import parse_recipe
 from xcompat.training.run import run_recipe
 
+pytestmark = pytest.mark.usefixtures("undrawn")
 Path_ = tuple[str | int, ...]
 HUGE = 20_000_000
+DIM = 8
 
 
 def integers(value: Any, place: Path_ = ()) -> Iterator[Path_]:
@@ -131,19 +133,15 @@ def test_numbers_of_thousands_of_digits_are_one_line(kind: str, file: str, digit
         assert len(str(refused.value)) < 400
 
 
-def test_image_sizes_that_no_model_takes_are_refused(copied: Callable[[str], Path]) -> None:
+def test_usual_numbers_pass_and_millions_of_pixels_and_layers_do_not(copied: Callable[[str], Path]) -> None:
     folder = copied("clip")
     put(folder / "preprocessor_config.json", ("size",), {"height": HUGE, "width": 32})  # type: ignore[arg-type]
     with pytest.raises(XcompatError, match=r"images would be resized to 20,000,000 pixels"):
         load_encoder(str(folder))
-
-
-def test_usual_numbers_of_configs_pass_and_millions_of_layers_do_not() -> None:
     with pytest.raises(ValueError, match=r"depths\.1 is 20,000,000"):
         ScratchSource(model={"model_type": "resnet", "depths": [1, HUGE]}, image_size=32)
-    check_config(
-        {"rope_theta": 500_000_000, "vocab_size": 256_000, "max_position_embeddings": 10_485_760, "block_size": 131_072}, "x"
-    )
+    sizes = {"vocab_size": 256_000, "max_position_embeddings": 10_485_760, "block_size": 131_072}
+    check_config({"rope_theta": 500_000_000, **sizes}, "x")
     check_config({"model_max_length": 10**30, "num_hidden_layers": 96, "num_labels": 21_843, "eos_token_id": [2, 128_009]}, "x")
 
 
@@ -177,7 +175,7 @@ def test_alexnet_has_the_features_and_the_size_of_torchvisions() -> None:
     assert sum(weights.numel() for weights in model.parameters()) + 4096 * 1000 + 1000 == 61_100_840, "as published"
 
 
-def test_a_trained_alexnet_is_found_again(tmp_path: Path, images: list[Image.Image]) -> None:
+def test_alexnet_is_found_again_and_refuses_small_images(tmp_path: Path, images: list[Image.Image]) -> None:
     encoder, processor = encoder_from_scratch(scratch_alexnet(64))
     encoder.save_pretrained(tmp_path)
     processor.save_pretrained(tmp_path)
@@ -189,16 +187,9 @@ def test_a_trained_alexnet_is_found_again(tmp_path: Path, images: list[Image.Ima
         torch.testing.assert_close(again.embed_images(pixels), encoder.eval().embed_images(pixels), rtol=0, atol=0)
     model: Any = METHODS["independent"].from_encoder(str(tmp_path), classes=["a", "b"], dim=5)
     assert (model.neck.in_features, model.neck.out_features) == (4096, 5)
-
-
-def test_images_that_the_poolings_of_alexnet_leave_nothing_of_are_refused() -> None:
     assert encoder_from_scratch(scratch_alexnet(63))[0].embedding_dim == 4096
     with pytest.raises(XcompatError, match="cannot build alexnet from scratch: image_size is 62, .*use 63 or more"):
-        encoder_from_scratch(scratch_alexnet(62))
-
-
-pytestmark = pytest.mark.usefixtures("undrawn")
-DIM = 8
+        encoder_from_scratch(scratch_alexnet(62))  # of which poolings leave nothing
 
 
 @pytest.fixture(scope="module")

@@ -127,16 +127,15 @@ def test_second_migrations_make_their_own_marks(store: Store, place: ChromaPlace
     assert place.open().describe()["dim"] == NEW_DIM
 
 
-def test_texts_and_fields_are_read_and_asked_for(store: Store, vectors: np.ndarray) -> None:
+def test_rows_are_read_with_their_fields_while_others_delete(
+    store: Store, vectors: np.ndarray, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chroma looks for the ids first and for what they hold afterwards, and gives nothing where one is gone then."""
     documents = [text for rows in store.rows(7, content="#document") for text in rows.contents or []]
     prices = [price for rows in store.rows(7, content="price") for price in rows.contents or []]
     assert documents == [f"item {row}" for row in range(N)] and prices == [row % 10 for row in range(N)]
     hits = store.search(vectors[:1], N, {"price": {"$lt": 2}, "#document": {"$contains": "item 4"}})[0]
     assert {hit.id for hit in hits} == {"40", "41"}
-
-
-def test_a_row_that_others_delete_while_it_is_read_stops_nobody(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chroma looks for the ids first and for what they hold afterwards, and gives nothing where one is gone then."""
     get, asked = chromadb.Collection.get, iter(range(10_000))
 
     def gone(collection: Any, **given: Any) -> Any:

@@ -104,12 +104,14 @@ def test_every_way_to_launch_is_described() -> None:
     assert described == {path.stem for path in (ROOT / "accelerate_configs").glob("*.yaml")}
 
 
-def test_one_version() -> None:
+def test_the_version_and_the_command_line_are_declared_once() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["version"] == xcompat.__version__
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
     assert citation["version"] == xcompat.__version__
     assert citation["license"] == project["license"]
+    (installed,) = importlib.metadata.entry_points(group="console_scripts", name="xcompat")
+    assert installed.load() is cli.main
 
 
 def test_the_recipes_in_the_pages_are_some(tmp_path: Path) -> None:
@@ -178,11 +180,6 @@ def workplace(
     (tmp_path / "my_provider.py").write_text(PROVIDER, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     return tmp_path
-
-
-def test_what_is_typed_as_xcompat_is_the_command_line() -> None:
-    (installed,) = importlib.metadata.entry_points(group="console_scripts", name="xcompat")
-    assert installed.load() is cli.main
 
 
 @pytest.mark.usefixtures("undrawn")

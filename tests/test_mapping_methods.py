@@ -388,7 +388,11 @@ def test_rbt_loss_is_its_three_parts() -> None:
     assert model(**batch()).loss.item() == pytest.approx(total / 8, rel=1e-4)
 
 
-def test_residual_bottleneck_adds_its_paths() -> None:
+def test_transforms_have_the_published_size_and_add_their_paths() -> None:
+    for width, millions in {512: 0.79, 1024: 1.9, 2048: 5.7, 4096: 19.6}.items():  # table 11 of FCT
+        transform = ForwardTransform(128, 128, 128, width)
+        assert sum(each.numel() for each in transform.parameters()) / 1e6 == pytest.approx(millions, rel=0.02)
+    assert build("fct", side_info=SIDE, mixer_width=5).transform.mixer[1].in_features == 5
     block = ResidualBottleneck(5, width=3, paths=2)
     assert torch.equal(block(unit(4, 5)), unit(4, 5)), "it starts at the identity"
     for path in block.paths:
@@ -466,13 +470,6 @@ def test_statistics_stay_from_half_of_the_training_on() -> None:
         after = statistics()
         assert all(torch.equal(before[name], after[name]) != moves for name in before), progress
     assert all(p.grad is not None for p in model.parameters()), "the affine part keeps training"
-
-
-@pytest.mark.parametrize(("width", "millions"), [(512, 0.79), (1024, 1.9), (2048, 5.7), (4096, 19.6)])
-def test_fct_has_the_parameters_of_table_11(width: int, millions: float) -> None:
-    transform = ForwardTransform(128, 128, 128, width)
-    assert sum(each.numel() for each in transform.parameters()) / 1e6 == pytest.approx(millions, rel=0.02)
-    assert build("fct", side_info=SIDE, mixer_width=5).transform.mixer[1].in_features == 5
 
 
 def test_fct_loss_is_the_squared_distance_of_h_and_of_g() -> None:

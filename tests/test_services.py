@@ -32,6 +32,7 @@ from xcompat.retrieval import Gallery
 from xcompat.stores import migration
 from xcompat.stores.service import ServiceEmbedding
 
+pytestmark = pytest.mark.usefixtures("few_searches")
 OLD = Fingerprint.from_string("the old model")
 QUERY = "a red hat"
 NAMED = "letters_service:embed"
@@ -74,13 +75,19 @@ def searched(gallery: Gallery, query: str, *more: str) -> str:
     return invoke("gallery", "search", gallery.path, query, "--top-k", 3, *more)
 
 
-def test_the_command_line_asks_the_service(gallery: Gallery, map_folder: str, named: str) -> None:
+def test_the_command_line_and_python_ask_the_service(gallery: Gallery, map_folder: str, named: str) -> None:
     hits = gallery.search(viewed(map_folder, QUERY), OLD, top_k=3)[0]
     output = searched(gallery, QUERY, "--model", map_folder, "--embed-with", named)
     places = [output.index(hit.id) for hit in hits]
     assert hits[0].id == QUERY and places == sorted(places)
     with pytest.raises(XcompatError, match="fitted on embeddings only: .*--embed-with"):
         searched(gallery, QUERY, "--model", map_folder)
+    served = ServedMap.load(map_folder, Service(NEW_DIM))
+    gallery.add(served.embed(["a tall ship"]), ["ship"], version=served.model)
+    gallery.commit()
+    found = gallery.search(served.embed(["a tall ship"]), served.model, top_k=len(gallery))[0]
+    assert {hit.id: hit.score for hit in found}["ship"] == pytest.approx(1, abs=1e-5)
+    np.testing.assert_allclose(served.embed(["a tall ship"], "stored")[0], viewed(map_folder, "a tall ship"), atol=1e-6)
 
 
 def test_the_price_of_re_ranking_is_printed_before_the_first_call(map_folder: str, named: str, tmp_path: Path) -> None:
@@ -131,15 +138,6 @@ def test_frameworks_ask_the_service_for_queries_and_documents(map_folder: str) -
         query.to_dict()
     with pytest.raises(XcompatError, match="device does not apply to a service"):
         CompatEmbeddings(map_folder, device="cpu", embed_with=service)
-
-
-def test_a_gallery_takes_texts_that_the_service_embedded(gallery: Gallery, map_folder: str) -> None:
-    served = ServedMap.load(map_folder, Service(NEW_DIM))
-    gallery.add(served.embed(["a tall ship"]), ["ship"], version=served.model)
-    gallery.commit()
-    hits = gallery.search(served.embed(["a tall ship"]), served.model, top_k=len(gallery))[0]
-    assert {hit.id: hit.score for hit in hits}["ship"] == pytest.approx(1, abs=1e-5)
-    np.testing.assert_allclose(served.embed(["a tall ship"], "stored")[0], viewed(map_folder, "a tall ship"), atol=1e-6)
 
 
 def test_misfits_refused(map_folder: str, old_folder: str, gallery: Gallery, named: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,7 +235,6 @@ def test_test_texts_go_with_the_first_queries_once(services: list[str]) -> None:
     assert [len(texts) for texts in calls] == [4, 1]
 
 
-pytestmark = pytest.mark.usefixtures("few_searches")
 N = 40
 MODULE = """
 import numpy as np

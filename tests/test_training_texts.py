@@ -274,18 +274,19 @@ def test_sources_of_all_formats(tmp_path: Path) -> None:
     assert texts == ["one", "two", "three", "four", "five", "six", "seven", "eight"]
 
 
-def test_held_out_captions_are_left_out_and_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_held_out_captions_are_left_out_and_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = write_texts(tmp_path / "a.txt", "A dog, running.\na  dog running\na dog\n!!!\nSTRASSE\n")
     dataset = load_texts(path, exclude=["a dog running", "???", "Straße"])
     assert dataset["text"][:] == ["a dog", "!!!"]
     assert "2 distinct texts of 5 (0 duplicates and 3 held-out captions left out)" in " ".join(capsys.readouterr().out.split())
     assert len(load_texts(path)) == 5  # another cache, not the one without the captions
-
-
-def test_limit_counts_what_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("xcompat.data.corpora.BATCH", 4)
-    path = write_texts(tmp_path / "a.txt", "".join(f"text {n // 2}\n" for n in range(100)))
-    assert load_texts(path, limit=6, exclude=["text 0"])["text"][:] == [f"text {n}" for n in range(1, 7)]
+    path = write_texts(tmp_path / "b.txt", "".join(f"text {n // 2}\n" for n in range(100)))
+    assert load_texts(path, limit=6, exclude=["text 0"])["text"][:] == [f"text {n}" for n in range(1, 7)], (
+        "a limit counts the rest"
+    )
     assert len(load_texts(path)) == 50
 
 
