@@ -48,6 +48,8 @@ sys.modules["faiss.contrib.torch_utils"] = ModuleType("faiss.contrib.torch_utils
 settings.register_profile("repeatable", deadline=None, derandomize=True)  # the same examples in every run, however slow
 settings.load_profile("repeatable")
 
+Run = Callable[..., tuple[int, str, str]]
+"""Runs a command: exit code, output and errors."""
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 ARCHITECTURES = ("blip", "clip", "open_clip", "siglip", "siglip2", "vision-text-dual-encoder")
 IMAGE_ARCHITECTURES = ("clip_vision_model", "iresnet", "mobilenet_v1", "mobilenet_v2", "resnet", "timm_wrapper", "vit")
@@ -202,6 +204,13 @@ def store(gallery: Gallery, *items: Any, **options: Any) -> Gallery:
     return gallery
 
 
+def raw_recipe(folder: Path, old: str, new: str, pairs: str, **data: Any) -> dict[str, Any]:
+    """Return a recipe on images with captions, without a method."""
+    raw: dict[str, Any] = {"output_dir": str(folder / "run"), "cache_dir": str(folder / "cache"), "old": old, "new": new}
+    raw["evaluation"] = {"resamples": 100, "ks": [1, 5], "examples": 0, "tsne_pairs": 0}
+    return raw | {"data": {"pairs": {"path": pairs}, "test": {"path": pairs}, **data}}
+
+
 def recipe_of(raw: dict[str, Any], **changes: Any) -> Recipe:
     """Return the recipe of a document with some keys replaced."""
     return parse_recipe({**raw, **changes}, "demo", "demo.yaml")
@@ -327,6 +336,14 @@ def drawn() -> None:
 @pytest.fixture
 def another_process() -> None:
     """Look at adopted indexes in another process, as users do."""
+
+
+def refused(result: tuple[int, str, str], expected: int = 2) -> str:
+    """Return the one line of a command's refusal, without what a library's progress bar wrote."""
+    code, _, error = result
+    lines = [line for line in error.splitlines() if line.strip() and "B/s]" not in line and "it/s]" not in line]
+    assert code == expected and len(lines) == 1 and lines[0].startswith("xcompat: "), error
+    return lines[0].removeprefix("xcompat: ")
 
 
 @contextmanager

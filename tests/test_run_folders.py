@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import yaml
+from conftest import raw_recipe, recipe_of
 from PIL import Image
 from schedule import mostly_nightly
 
@@ -24,15 +25,12 @@ from xcompat.training.compare import compare_recipe
 from xcompat.training.dry_run import dry_run_recipe
 from xcompat.training.input_checks import judged_files
 from xcompat.training.output_checks import lock_run, require_places
-from xcompat.training.recipe import Recipe, parse_recipe
+from xcompat.training.recipe import Recipe
 from xcompat.training.run import run_recipe
 from xcompat.training.sections import DataSettings, ZeroShotSettings
 from xcompat.training.stage_recipe import StageRecipe
 
-
-@pytest.fixture(autouse=True)
-def _no_plots(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("xcompat.report.report.draw_plots", lambda _: {})  # slow, and tested elsewhere
+pytestmark = pytest.mark.usefixtures("undrawn")
 
 
 @pytest.fixture
@@ -43,23 +41,14 @@ def photos(pairs_folder: str, tmp_path: Path) -> Path:
 @pytest.fixture
 def recipe(folder_of: dict[str, str], old_folder: str, pairs_folder: str, photos: Path, tmp_path: Path) -> Callable[..., Recipe]:
     def make(**changes: Any) -> Recipe:
-        raw = {
-            "output_dir": str(tmp_path / "run"),
-            "cache_dir": str(tmp_path / "cache"),
-            "old": old_folder,
-            "new": folder_of["clip"],
-            "data": {"pairs": {"path": pairs_folder}, "test": {"path": str(photos)}, "embeddings_of": "images"},
-            "evaluation": {"resamples": 100, "ks": [1, 5], "examples": 0, "tsne_pairs": 0},
-            "method": "ridge",
-        }
-        return parse_recipe(raw | changes, "demo", "demo.yaml")
+        data = {"test": {"path": str(photos)}, "embeddings_of": "images"}
+        raw = raw_recipe(tmp_path, old_folder, folder_of["clip"], pairs_folder, **data) | {"method": "ridge"}
+        return recipe_of(raw, **changes)
 
     return make
 
 
 TWO_STAGES = {"stages": [{"name": "first", "method": "ridge"}, {"name": "second", "method": "procrustes"}]}
-
-
 OTHER_STAGES = {"stages": [{"name": "third", "method": "ridge"}, {"name": "fourth", "method": "procrustes"}]}
 
 
@@ -196,18 +185,12 @@ def test_files_are_known_by_what_they_hold_wherever_they_lie(photos: Path, tmp_p
     def found(folder: Path) -> list[str]:
         zero_shot = ZeroShotSettings(images=PairSource(path=str(folder)), classes=str(tmp_path / "classes.txt"))
         data = DataSettings(test=PairSource(path=str(folder / "*.csv")), zero_shot=zero_shot)
-        assert judged_files(StageRecipe(method="ridge", data=data)).keys() <= {
-            "test.path",
-            "zero_shot.images.path",
-            "zero_shot.classes",
-        }
-        return list(judged_files(StageRecipe(method="ridge", data=data)).values())
+        files = judged_files(StageRecipe(method="ridge", data=data))
+        assert files.keys() <= {"test.path", "zero_shot.images.path", "zero_shot.classes"}
+        of_names = judged_files(StageRecipe(method="ridge", data=DataSettings(zero_shot={"a": zero_shot})))
+        assert of_names.keys() <= {"zero_shot.a.images.path", "zero_shot.a.classes"} and len(of_names) == len(files) - 1
+        return list(files.values())
 
-    named = DataSettings(
-        zero_shot={"a": ZeroShotSettings(images=PairSource(path=str(photos)), classes=str(tmp_path / "classes.txt"))}
-    )
-    of_names = judged_files(StageRecipe(method="ridge", data=named))
-    assert of_names.keys() == {"zero_shot.a.images.path", "zero_shot.a.classes"}
     first = found(photos)
     assert len(first) == 3
     assert found(Path(shutil.copytree(photos, tmp_path / "copied", copy_function=shutil.copyfile))) == first
