@@ -5,8 +5,7 @@ from __future__ import annotations
 import csv
 import signal
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,6 @@ DATA = Path(__file__).parents[3] / "shared" / "data" / "text"
 OLD_MODEL, NEW_MODEL = "wordllama", "all-minilm-l6"
 OLD, DOCUMENTS = Fingerprint.from_string(OLD_MODEL), 800
 pytestmark = pytest.mark.skipif(not (DATA / "embeddings").is_dir(), reason="needs ../shared/data/text/embeddings")
-PATIENCE = 120.0
 NAME = "journey"
 """The application that PostgreSQL shows for the commands of this test."""
 
@@ -171,13 +169,6 @@ _SCHEMA = {
 }
 
 
-def wait_until(condition: Callable[[], bool], what: str) -> None:
-    ends = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < ends, what
-        threading.Event().wait(0.01)
-
-
 def is_working(database: Any, verb: str) -> bool:
     """Whether a command is in the middle of its work: ``start`` has written rows, others hold the table's lock or read."""
     if verb == "start":
@@ -218,11 +209,11 @@ def test_texts_move_while_a_service_writes(postgres: str, database: Any, tmp_pat
         typed = ("-m", "xcompat", "migrate", verb, f"{address}&application_name={NAME}", *options)
         if kill:
             attempt = warm.start(*typed, folder=tmp_path)
-            wait_until(lambda: is_working(database, verb) or not attempt.processes[0].is_alive(), f"{verb} does not begin")
+            warm.wait_until(lambda: is_working(database, verb) or not attempt.processes[0].is_alive(), f"{verb} does not begin")
             attempt.processes[0].kill()
             ended = attempt.wait()
             gone = "SELECT FROM pg_stat_activity WHERE application_name = %s"
-            wait_until(lambda: database.execute(gone, (NAME,)).fetchone() is None, "the server keeps a dead client")
+            warm.wait_until(lambda: database.execute(gone, (NAME,)).fetchone() is None, "the server keeps a dead client")
             if ended.returncode == 0 or is_done(database, verb):
                 return " ".join(ended.stdout.split())
         done = warm.start(*typed, folder=tmp_path, COLUMNS="200").wait()
