@@ -38,6 +38,7 @@ MISTAKES = {
     # recipes
     "train nowhere.yaml": "the recipe nowhere.yaml does not exist; list xcompat's recipes with `xcompat recipes`",
     "train damaged.yaml": "damaged.yaml is not valid YAML",
+    "train bytes.yaml": "bytes.yaml is not valid YAML",
     "train lost.yaml": f"procrustes: old: {NO_MODEL}",
     "train good.yaml metod=x": "good.yaml: unknown key 'stages.0.metod'; did you mean 'method'?",
     "train good.yaml data.tset=x": "good.yaml: unknown key 'stages.0.data.tset'; did you mean 'test'?",
@@ -210,6 +211,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "served" / CURRENT).touch()
     (folder / "vectors.parquet").touch()
     (folder / "damaged.yaml").write_text("a: [")
+    (folder / "bytes.yaml").write_bytes(b"\xff\xfe\x00bad")
     for name, old in (("good", "me/old"), ("lost", "./nowhere")):
         (folder / f"{name}.yaml").write_text(yaml.safe_dump({"method": "procrustes", "old": old, "new": "me/new"}))
     return folder
