@@ -48,8 +48,6 @@ sys.modules["faiss.contrib.torch_utils"] = ModuleType("faiss.contrib.torch_utils
 settings.register_profile("repeatable", deadline=None, derandomize=True)  # the same examples in every run, however slow
 settings.load_profile("repeatable")
 
-Run = Callable[..., tuple[int, str, str]]
-"""Runs a command: exit code, output and errors."""
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 ARCHITECTURES = ("blip", "clip", "open_clip", "siglip", "siglip2", "vision-text-dual-encoder")
 IMAGE_ARCHITECTURES = ("clip_vision_model", "iresnet", "mobilenet_v1", "mobilenet_v2", "resnet", "timm_wrapper", "vit")
