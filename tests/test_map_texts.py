@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -384,6 +385,7 @@ def test_functions_are_found_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def serve_letters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dim: int = 6) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "letters_service", raising=False)  # of another test, with other dimensions
     here = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})"
     (tmp_path / "letters_service.py").write_text(f"{here}\nfrom test_map_texts import Service\nembed = Service({dim})\n")
 
