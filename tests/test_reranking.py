@@ -404,9 +404,8 @@ def test_images_at_addresses_replace_originals(
     monkeypatch.setattr("socket.getaddrinfo", lambda *_, **__: [(2, 1, 6, "", ("127.0.0.1", 443))])
     assert shop.search(DEPTH, refused) == shop.gallery.search(shop.asked, shop.newer.model, DEPTH), "old scores stay"
     said = " ".join("".join(capsys.readouterr()).split())
-    assert (
-        refused.counts.unreadable and "images cannot be downloaded, e.g. https://shop.example/" in said and "secret" not in said
-    )
+    assert refused.counts.missing == len({hit.id for hits in wanted for hit in hits}) and "secret" not in said
+    assert said.count("images of shop.example cannot be downloaded: shop.example (127.0.0.1) is not a public") == 1
     asked: list[str] = []
 
     def fetch(url: str, _: bool) -> bytes:
@@ -414,7 +413,10 @@ def test_images_at_addresses_replace_originals(
         return (shop.photos / url.partition("?")[0].rpartition("/")[2]).read_bytes()
 
     monkeypatch.setattr("xcompat.retrieval.addressed_images.fetch", fetch)
-    assert shop.search(DEPTH, Reranker(shop.newer, None, DEPTH, **by_address)) == wanted
+    monkeypatch.setattr("xcompat.retrieval.addressed_images.IN_MEMORY", 5)
+    for hits, others in zip(shop.search(DEPTH, Reranker(shop.newer, None, DEPTH, **by_address)), wanted, strict=True):
+        assert [hit.id for hit in hits] == [hit.id for hit in others]
+        assert [hit.score for hit in hits] == pytest.approx([hit.score for hit in others], abs=1e-6), "in batches of 5"
     assert len(asked) == len(set(asked)) == len({hit.id for hits in wanted for hit in hits})
     with pytest.raises(XcompatError, match="no candidate has an address in its metadata under 'link'"):
         shop.search(DEPTH, Reranker(shop.newer, None, DEPTH, address_column="link"))

@@ -461,9 +461,9 @@ class Reranker:
             name: value for name, hit in wanted.items() if (value := (hit.metadata or {}).get(key)) and isinstance(value, str)
         }
         if held:
-            found = self._from_metadata(held)
-            self._require_kind(found)
-            yield found, np.arange(len(held))
+            for found in self._from_metadata(held):
+                self._require_kind(found)
+                yield found, np.arange(len(found.ids))
         elif wanted and self.address_column is not None:
             raise XcompatError(
                 f"no candidate has an address in its metadata under {key!r}; choose another key (--address-column)"
@@ -471,8 +471,9 @@ class Reranker:
         elif wanted:
             raise XcompatError("this gallery stores no texts to re-embed; set its images or texts (--originals)")
 
-    def _from_metadata(self, held: Mapping[str, str]) -> Originals:
-        """Return the texts in the metadata, or the images at the addresses in it."""
+    def _from_metadata(self, held: Mapping[str, str]) -> Iterator[Originals]:
+        """Yield the texts in the metadata, or the images at the addresses in it."""
         if self.address_column is not None:
-            return fetch_images(held, self.allow_private_addresses)
-        return Texts(hf.Dataset.from_dict({ID: [*held], TEXT: [*held.values()], METADATA: [None] * len(held)}))
+            yield from fetch_images(held, self.allow_private_addresses)
+        else:
+            yield Texts(hf.Dataset.from_dict({ID: [*held], TEXT: [*held.values()], METADATA: [None] * len(held)}))
