@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from conftest import recipe_of
 
 from xcompat.core.distributed import device
 from xcompat.core.errors import XcompatError
@@ -25,7 +26,7 @@ from xcompat.report import Report, load_report
 from xcompat.training.evaluation_sets import load_test_set
 from xcompat.training.judged_texts import SHOWN, JudgedTestSet, load_judged_texts
 from xcompat.training.push import run_facts
-from xcompat.training.recipe import Recipe, parse_recipe
+from xcompat.training.recipe import Recipe
 from xcompat.training.record import CHOICE
 from xcompat.training.run import embed_recipe, run_recipe
 
@@ -61,10 +62,6 @@ def raw(folder_of: dict[str, str], old_folder: str, judged: dict[str, Any], tmp_
     raw["training"] = {"max_steps": 4, "per_device_train_batch_size": 8, "learning_rate": 1e-3}
     raw["evaluation"] = {"resamples": 100, "examples": 2, "tsne_pairs": 0}
     return raw | {"old": old_folder, "new": folder_of["clip"]}
-
-
-def recipe_of(raw: dict[str, Any], **changes: Any) -> Recipe:
-    return parse_recipe({**raw, **changes}, "demo", "demo.yaml")
 
 
 def judged_on(recipe: Recipe) -> JudgedTestSet:

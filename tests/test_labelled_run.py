@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import yaml
-from conftest import store
+from conftest import recipe_of, store
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
@@ -46,7 +46,7 @@ from xcompat.training.auto_map import read_verdict
 from xcompat.training.evaluate_command import evaluate_checkpoint
 from xcompat.training.evaluation_sets import LabelledTestSet, load_test_set
 from xcompat.training.model_evaluation import embed_new
-from xcompat.training.recipe import Recipe, parse_recipe
+from xcompat.training.recipe import Recipe
 from xcompat.training.record import CHOICE
 from xcompat.training.run import embed_recipe, run_recipe
 from xcompat.training.sections import DataSettings
@@ -102,10 +102,6 @@ def trained(folders: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -
     ]
     run_recipe(recipe_of(raw, stages=stages))
     return raw | {"old": f"{base}/run/old/model", "independent": f"{base}/run/independent/model"}
-
-
-def recipe_of(raw: dict[str, Any], **changes: Any) -> Recipe:
-    return parse_recipe({**raw, **changes}, "demo", "demo.yaml")
 
 
 def recipe_for(method: str, trained: dict[str, Any], folder: Path, **changes: Any) -> Recipe:

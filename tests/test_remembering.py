@@ -14,7 +14,7 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from conftest import store
+from conftest import recipe_of, store
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
@@ -47,7 +47,6 @@ from xcompat.retrieval.versions import stored_version, takes_old_queries, upgrad
 from xcompat.training import auto_map
 from xcompat.training.dry_run import dry_run_recipe
 from xcompat.training.memory import captioned_pairs, labelled_pairs
-from xcompat.training.recipe import Recipe, parse_recipe
 from xcompat.training.record import CHOICE, OLD_MEMORY
 from xcompat.training.run import embed_recipe, run_recipe
 
@@ -65,10 +64,6 @@ def raw(folder_of: dict[str, str], old_folder: str, pairs_folder: str, texts_fil
         "training": {"max_steps": 2, "per_device_train_batch_size": 8, "save_strategy": "no"},
         "evaluation": {"resamples": 100, "ks": [1, 5], "examples": 1, "tsne_pairs": 0},
     }
-
-
-def recipe_of(raw: dict[str, Any], **changes: Any) -> Recipe:
-    return parse_recipe({**raw, **changes}, "demo", "demo.yaml")
 
 
 def cases_of(folder: Path) -> dict[tuple[str, str], dict[str, float]]:

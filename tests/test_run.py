@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from conftest import recipe_of
 from datasets import Features, Value
 from PIL import Image
 from schedule import mostly_nightly, mostly_nightly_rows
@@ -41,7 +42,6 @@ from xcompat.training import train_stage as train_stage_module
 from xcompat.training.caches import cached_images
 from xcompat.training.checkpoints import last_complete_checkpoint
 from xcompat.training.cost import PeakMemory, SolvingCost, _status, cost_of
-from xcompat.training.recipe import Recipe, parse_recipe
 from xcompat.training.record import LOG, dump_settings, logged_losses, write_recipe
 from xcompat.training.run import StageRun, run_recipe
 from xcompat.training.test_data import check_test_sets
@@ -76,10 +76,6 @@ def raw(folder_of: dict[str, str], old_folder: str, pairs_folder: str, texts_fil
             | {"data": {"augmentation": {"min_scale": 0.7}}, "evaluation": {"compare_with": ["phi"]}},
         ],
     }
-
-
-def recipe_of(raw: dict[str, Any], **changes: Any) -> Recipe:
-    return parse_recipe({**raw, **changes}, "demo", "demo.yaml")
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
