@@ -154,7 +154,7 @@ def test_items_of_a_backfill_are_counted_where_they_prevent_an_export(tmp_path: 
     gallery.commit()
     gallery.add(unit(3, NEW_DIM, seed=2), ["x", "y", "z"], version=model)
     gallery.commit("backfill")
-    with pytest.raises(XcompatError, match="also holds 3 items of .*, e.g. of a backfill.*rollback"):
+    with pytest.raises(XcompatError, match="also holds 3 items of .*, e.g. after a backfill.*rollback"):
         to_faiss(model, gallery.path, tmp_path / "new.faiss")
 
 

@@ -114,8 +114,8 @@ def index_of(source: Path, model: CompatModel) -> tuple[Path, float, Fingerprint
     if others and len(others) < len(present):
         count = sum(segment.rows for segment in manifest.segments if segment.version in {version.digest for version in others})
         raise XcompatError(
-            f"{source} also holds {count:,} items of {others[0].fingerprint}, e.g. of a backfill, but a faiss index holds "
-            "vectors of one model; export the state before with `xcompat gallery rollback`, or search the gallery itself"
+            f"{source} also holds {count:,} items of {others[0].fingerprint}, e.g. after a backfill. A faiss index holds "
+            "vectors of a single model: run `xcompat gallery rollback` and export again, or search the gallery itself"
         )
     for version in present:
         if not _is_own_view(model, version.fingerprint):
