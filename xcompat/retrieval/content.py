@@ -14,13 +14,13 @@ from xcompat.vectors.formats import (
     DOCUMENTS,
     EMBEDDING_COLUMNS,
     JSON_LINES,
+    KINDS,
     clip_retrieval_folder,
     is_table,
     stored_at,
 )
 from xcompat.vectors.tables import choosable_names, column_names
 
-QUERY_KINDS = ("query", "text", "image")
 Content = Literal["embeddings", "both", "other"]
 _BATCH = {"custom_id", "response"}
 """Fields of an answer of OpenAI's batches."""
@@ -29,7 +29,7 @@ _BATCH = {"custom_id", "response"}
 def find_content(source: str | Path) -> Content:
     """Return whether a source holds embeddings, also texts or images, or something else."""
     path = Path(source)
-    if path.name.endswith(ARRAYS) or any(stored_at(path / f"{kind}_embeds") is not None for kind in QUERY_KINDS):
+    if path.name.endswith(ARRAYS) or any(stored_at(path / f"{kind}_embeds") is not None for kind in KINDS):
         return "embeddings"
     if clip_retrieval_folder(path) is not None:
         return "embeddings"

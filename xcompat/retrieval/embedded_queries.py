@@ -14,11 +14,10 @@ from xcompat.core.errors import XcompatError
 from xcompat.core.fingerprint import Fingerprint
 from xcompat.core.progress import notice
 from xcompat.models.base import CompatModel
-from xcompat.retrieval.content import QUERY_KINDS
 from xcompat.retrieval.queries import QueryBlock
 from xcompat.vectors import Vectors, check_rows, read_vectors
 from xcompat.vectors.checks import BAD_SHARE
-from xcompat.vectors.formats import ARRAY, SUFFIXES, is_table, stored_at
+from xcompat.vectors.formats import ARRAY, SUFFIXES, find_file, is_table
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -103,12 +102,10 @@ def require_dim(model: Model, have: int, where: object) -> None:
 
 
 def _find_file(source: Path) -> Path:
-    found = [place for kind in QUERY_KINDS if (place := stored_at(source / f"{kind}_embeds")) is not None]
-    if len(found) > 1:
-        raise XcompatError(f"{source} holds {' and '.join(place.name for place in found)}; choose one, e.g. {found[0]}")
-    if not found and not source.name.endswith(SUFFIXES) and not is_table(source):
+    file = find_file(source)
+    if file == source and not source.name.endswith(SUFFIXES) and not is_table(source):
         raise XcompatError(f"{source} holds no embeddings; use .npy, Parquet, JSON lines, or a folder of them")
-    return found[0] if found else source
+    return file
 
 
 def _read_ids(file: Path, vectors: Vectors) -> list[str] | None:

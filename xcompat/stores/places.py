@@ -17,7 +17,7 @@ from xcompat.core.errors import MissingPathError, XcompatError, nearest
 from xcompat.core.lazy import faiss
 from xcompat.core.paths import nearest_path
 from xcompat.vectors import Columns, Vectors, read_vectors
-from xcompat.vectors.formats import KINDS, SUFFIXES, stored_at
+from xcompat.vectors.formats import KINDS, SUFFIXES, find_file, stored_at
 from xcompat.vectors.reading import choosable_names
 from xcompat.vectors.spool import BLOCK, Spool
 
@@ -158,18 +158,6 @@ def find_ids_beside(place: Place) -> Path | None:
 def lacks_ids(place: Path) -> XcompatError:
     """Return the error for a file without ids."""
     return XcompatError(f"{place} has no ids; write the id of each vector to {place.with_suffix('.ids.txt').name} beside it")
-
-
-def find_file(place: Path) -> Path:
-    """Return the file with embeddings in a folder with ``image_embeds``, ``text_embeds`` or ``query_embeds``; others as they are.
-
-    Raises:
-        XcompatError: there are several.
-    """
-    files = [file for kind in KINDS if (file := stored_at(place / f"{kind}_embeds")) is not None]
-    if len(files) > 1:
-        raise XcompatError(f"{place} holds {' and '.join(file.name for file in files)}; choose one, e.g. {files[0]}")
-    return files[0] if files else place
 
 
 def require_existing(place: Place) -> None:

@@ -188,3 +188,15 @@ def filled_lines(file: Path) -> Iterator[bytes]:
     """Yield a file's non-blank lines, reading at most :data:`LONGEST_LINE` of each."""
     with (gzip.open if file.name.endswith(".gz") else open)(file, "rb") as lines:
         yield from (line for line in iter(lambda: lines.readline(LONGEST_LINE), b"") if line.strip())
+
+
+def find_file(place: Path) -> Path:
+    """Return the file with embeddings in a folder with ``image_embeds``, ``text_embeds`` or ``query_embeds``; others as they are.
+
+    Raises:
+        XcompatError: there are several.
+    """
+    files = [file for kind in KINDS if (file := stored_at(place / f"{kind}_embeds")) is not None]
+    if len(files) > 1:
+        raise XcompatError(f"{place} holds {' and '.join(file.name for file in files)}; choose one, e.g. {files[0]}")
+    return files[0] if files else place
