@@ -11,7 +11,7 @@ import re
 import shutil
 import stat
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -284,6 +284,26 @@ def write_array(path: Path, array: NDArray[Any]) -> None:
     with path.open("wb") as file:
         npy.write_array_header_1_0(file, npy.header_data_from_array_1_0(array))
         file.write(array.data)
+
+
+def write_blocks(path: Path, blocks: Iterable[NDArray[Any]], shape: tuple[int, int], dtype: str) -> None:
+    """Write blocks of rows into a ``.npy`` file, a block in memory at a time, and report every error.
+
+    Args:
+        path: the file.
+        blocks: (n, D) rows.
+        shape: number of all rows, and D.
+        dtype: stored number type, e.g. ``<f4``.
+
+    Raises:
+        OSError: the file cannot be written. A memory-mapped array would end the process if the disk is full.
+    """
+    import numpy as np
+
+    with path.open("wb") as file:
+        np.lib.format.write_array_header_1_0(file, {"descr": dtype, "fortran_order": False, "shape": shape})
+        for block in blocks:
+            file.write(np.ascontiguousarray(block, dtype).data)
 
 
 def write_json(path: str | Path, value: object) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from xcompat.core.distributed import barrier, device, is_main_process, process_state
-from xcompat.core.files import write_array
+from xcompat.core.files import write_blocks
 from xcompat.core.ownership import owned_path, require_replaceable
 from xcompat.core.progress import console, literal, silence_libraries
 from xcompat.data.schema import TEXT
@@ -53,14 +53,14 @@ def embed_originals(source: str, model: str, out: Path, column: str | None = Non
     else:
         cached = embed_texts(embedder, items.dataset[TEXT], cache, digest)
     if is_main_process():
-        blocks = range(0, len(items.ids), BLOCK)
-        embeds_ND = np.concatenate([cached[start : start + BLOCK].astype(np.float16) for start in blocks])  # as in the cache
-        rows_n = np.flatnonzero(np.isfinite(embeds_ND[:, 0]))  # an unreadable image has a row of NaN
-        ids = [items.ids[row] for row in rows_n.tolist()]
+        starts = range(0, len(items.ids), BLOCK)
+        read_n = np.concatenate([np.isfinite(cached[start : start + BLOCK][:, 0]) for start in starts])  # NaN if unreadable
+        ids = [name for name, is_read in zip(items.ids, read_n.tolist(), strict=True) if is_read]
+        blocks = (cached[start : start + BLOCK][read_n[start : start + BLOCK]] for start in starts)
         kind = items.kind.removesuffix("s")
         with owned_path(out, MADE_BY, None, inputs, {"model": str(embedder.fingerprint)}) as temporary:
             temporary.mkdir()
-            write_array(temporary / f"{kind}_embeds.npy", embeds_ND[rows_n])
+            write_blocks(temporary / f"{kind}_embeds.npy", blocks, (len(ids), embedder.dim), "<f2")  # as in the cache
             (temporary / f"{kind}_ids.txt").write_text("".join(f"{name}\n" for name in ids), encoding="utf-8")
         shutil.rmtree(caches)
         skipped = f", {len(items.ids) - len(ids):,} cannot be read" if len(ids) < len(items.ids) else ""

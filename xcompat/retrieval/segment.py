@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from xcompat.core.checksums import FileRecord, difference, file_record
 from xcompat.core.errors import XcompatError
-from xcompat.core.files import atomic_path, make_folder, write_array
+from xcompat.core.files import atomic_path, make_folder, write_array, write_blocks
 from xcompat.retrieval.adopted_index import open_adopted
 from xcompat.retrieval.faiss_building import build_faiss, is_lossless
 from xcompat.retrieval.faiss_index import FaissIndex, open_faiss, write_faiss
@@ -48,9 +48,9 @@ def write_segment(folder: Path, items: Items, version: str, manifest: Manifest) 
         index, used = build_faiss(manifest.index, dim, manifest.metric, items.embeds, len(items))
         write_faiss(index.index, temporary / INDEX_FILE)
         if not is_lossless(used):
-            _write_blocks(temporary / VECTORS_FILE, items.embeds, len(items))
+            write_blocks(temporary / VECTORS_FILE, items.embeds, (len(items), dim), "<f4")
         if items.side_info:
-            _write_blocks(temporary / SIDE_FILE, items.side_info, len(items))
+            write_blocks(temporary / SIDE_FILE, items.side_info, (len(items), items.side_dim), "<f4")
         files = {path.name: file_record(path) for path in sorted(temporary.iterdir())}
     return SegmentRecord(name=name, version=version, rows=len(items), index=used, files=files)
 
@@ -65,14 +65,6 @@ def write_rows(folder: Path, items: Items) -> None:
     order_N = np.argsort(hashes_N, kind="stable")
     write_array(folder / HASHES_FILE, hashes_N[order_N])
     write_array(folder / ORDER_FILE, order_N)
-
-
-def _write_blocks(path: Path, blocks: Sequence[NDArray[np.float32]], rows: int) -> None:
-    about = {"descr": "<f4", "fortran_order": False, "shape": (rows, blocks[0].shape[1])}
-    with path.open("wb") as file:  # a mapped array would kill the process if the disk is full
-        np.lib.format.write_array_header_2_0(file, about)
-        for block in blocks:
-            file.write(np.ascontiguousarray(block, "<f4").data)
 
 
 class Segment:
