@@ -51,6 +51,7 @@ from xcompat.core.progress import announce_loading, console, silence_libraries
 
 if TYPE_CHECKING:
     from xcompat.report import Report
+    from xcompat.stores.places import Reading
 
 INTERRUPTED = 130  # exit code of shells and Typer after Ctrl-C
 
@@ -353,10 +354,12 @@ def evaluate(
     named = {option: value for option, value in typed.items() if option.startswith("--") and option != "--require-compatible"}
     kind = target_kind(target, overrides or [], named)
     if kind == "embeddings":
-        asked = qrels, by_map, output or Path("runs/evaluation"), max_bad_share, require_compatible
-        report = _evaluate_sides(
-            (old, new, new_own, independent), (ids, id_column, vector_name, labels), (rerank, threshold), *asked
-        )
+        from xcompat.stores.places import Reading
+        from xcompat.vectors import Columns
+
+        reading, place = Reading(ids, Columns(id_column, vector_name), labels), output or Path("runs/evaluation")
+        sides = old, new, new_own, independent
+        report = _evaluate_sides(sides, reading, qrels, by_map, place, max_bad_share, rerank, threshold, require_compatible)
     elif target is not None and kind == "checkpoint":
         place = output or target / "evaluation"
         require_testable(target, data, place)
@@ -380,21 +383,19 @@ def evaluate(
 
 def _evaluate_sides(
     sides: tuple[str | None, ...],
-    read: tuple[Path | None, str | None, str | None, Path | None],
-    measured: tuple[int | None, float | None],
+    reading: Reading,
     qrels: Path | None,
     by_map: Path | None,
     place: Path,
     max_bad_share: float | None,
+    rerank: int | None,
+    threshold: float | None,
     needs_relevance: bool,
 ) -> Report:
     """Evaluate embeddings: old, new, new before a map, and new without training."""
-    from xcompat.stores.places import Reading, parse_place
+    from xcompat.stores.places import parse_place
     from xcompat.training.embedding_folders import judged_folders, require_folders
-    from xcompat.vectors import Columns
 
-    ids, id_column, vector_name, labels = read
-    reading = Reading(ids, Columns(id_column, vector_name), labels)
     old, new, new_own, independent = (parse_place(each) if each is not None else None for each in sides)
     assert old is not None and new is not None, "checked before"
     require_folders(judged_folders(old, new, new_own, independent, by_map), qrels, place, needs_relevance, reading)
@@ -402,7 +403,7 @@ def _evaluate_sides(
         from xcompat.training.evaluate_command import evaluate_embeddings, evaluation_settings
     from xcompat.vectors.checks import BAD_SHARE
 
-    share, settings = BAD_SHARE if max_bad_share is None else max_bad_share, evaluation_settings(*measured)
+    share, settings = BAD_SHARE if max_bad_share is None else max_bad_share, evaluation_settings(rerank, threshold)
     return evaluate_embeddings(old, new, new_own, independent, place, qrels, by_map, share, settings, reading)
 
 
