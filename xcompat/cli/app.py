@@ -17,6 +17,7 @@ from xcompat.cli.data import caption, classes, recipes
 from xcompat.cli.decisions import plan, shadow
 from xcompat.cli.export import app as export_app
 from xcompat.cli.gallery import app as gallery_app
+from xcompat.cli.launch import LAUNCHED, launch
 from xcompat.cli.migrate import app as migrate_app
 from xcompat.cli.options import (
     BadVectorShare,
@@ -66,6 +67,7 @@ app.command(rich_help_panel=SELDOM)(classes)
 app.command()(recipes)
 app.command(cls=RerankingCommand)(shadow)
 app.command()(plan)
+app.command(rich_help_panel=SELDOM, context_settings=LAUNCHED)(launch)
 
 
 def _print_version(asked: bool) -> None:
@@ -569,7 +571,7 @@ def main() -> None:
         finally:
             sys.stdout.flush()  # while an error, such as a full disk, can still be explained
     except SystemExit as stop:
-        if stop.code == INTERRUPTED:
+        if stop.code == INTERRUPTED and isinstance(stop.__context__, typer.Exit):  # not the code of launched processes
             _fail(failures.INTERRUPTED, INTERRUPTED)
         if isinstance(stop.__context__, BrokenPipeError):  # Typer and rich exit with 1, the code of a failed check
             _fail(failures.BROKEN_PIPE)

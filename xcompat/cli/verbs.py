@@ -117,6 +117,10 @@ EXAMPLES = {
         "find --old openai/clip-vit-base-patch32 --new google/siglip2-base-patch16-224",
         "find --markdown",
     ),
+    "launch": (
+        "launch --config_file accelerate_configs/multi_gpu.yaml train recipes/clip/b32_to_l14.yaml",
+        "launch --config_file accelerate_configs/cpu_2.yaml gallery build photos/ --model runs/old --out gallery",
+    ),
     "caption": (
         "caption photos/ --model Salesforce/blip-image-captioning-base --out captions.jsonl",
         'caption photos/ --model Salesforce/blip-image-captioning-base --prompt "a photo of" --out captions.jsonl',
