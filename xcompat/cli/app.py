@@ -26,6 +26,7 @@ from xcompat.cli.options import (
     IndexIds,
     ItemClasses,
     JudgedOld,
+    JudgedTarget,
     MemoryCodec,
     MemoryParts,
     OldIds,
@@ -37,7 +38,9 @@ from xcompat.cli.options import (
     RerankedHits,
     RerankingCommand,
     SearchedVectors,
+    ServedOriginals,
     SideTexts,
+    TestImages,
     VectorIds,
     VectorName,
     WorkerCount,
@@ -323,9 +326,9 @@ def _require_embeddable(source: str, given: list[str], column: str | None) -> bo
 @app.command(cls=RerankingCommand)
 def evaluate(
     context: typer.Context,
-    target: Annotated[Path | None, typer.Argument(help="Recipe, run folder, or checkpoint.")] = None,
+    target: JudgedTarget = None,
     overrides: Overrides = None,
-    data: Annotated[Path | None, typer.Option(help="Test images for a checkpoint.")] = None,
+    data: TestImages = None,
     old: JudgedOld = None,
     new: Annotated[str | None, typer.Option(help="New embeddings mapped to the old space, in the same formats.")] = None,
     new_own: Annotated[str | None, typer.Option(help="Embeddings by the new model, before any map.")] = None,
@@ -516,10 +519,7 @@ def serve(
     target: Annotated[str, typer.Argument(metavar="TARGET", help="Gallery, faiss index, or finished run.")],
     model: Annotated[str | None, typer.Option(help="New model: run folder, checkpoint, or name.")] = None,
     old: Annotated[str | None, typer.Option(help="Old model, to show its results side by side.")] = None,
-    images: Annotated[
-        list[Path] | None,
-        typer.Option("--images", "--texts", help="Gallery images or texts. Repeatable."),
-    ] = None,
+    images: ServedOriginals = None,
     ids: IndexIds = None,
     host: Annotated[
         str, typer.Option(help="Address to listen on. Use a password when other machines can reach the address.")

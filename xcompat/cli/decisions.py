@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from xcompat.cli.opening import load_originals, load_reranker, open_searched
-from xcompat.cli.options import parse_hit_count
+from xcompat.cli.options import parse_hit_count, parse_path
 from xcompat.core.distributed import device
 from xcompat.core.errors import XcompatError
 from xcompat.core.progress import announce_loading, console, literal, silence_libraries
@@ -45,7 +45,10 @@ def shadow(
             help="Re-rank the first K hits with the new model. Without K: the number chosen with the model, or 20.",
         ),
     ] = None,
-    originals: Annotated[list[Path] | None, typer.Option(help="Gallery images or texts, for --rerank. Repeatable.")] = None,
+    originals: Annotated[
+        list[Path] | None,
+        typer.Option(parser=parse_path, metavar="<path>", help="Gallery images or texts, for --rerank. Repeatable."),
+    ] = None,
     rerank_with: Annotated[
         str,
         typer.Option(metavar="MODEL", help="New model to re-embed and reorder the hits. Required when --model is the old model."),

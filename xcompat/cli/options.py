@@ -78,6 +78,16 @@ class RerankingCommand(TyperCommand):
         return super().parse_args(ctx, [f"{RERANK}=auto" if alone else arg for arg, alone in zip(args, is_alone, strict=True)])
 
 
+def parse_path(text: str) -> Path:
+    """Return a path that still differs from a name on the Hub: pathlib drops ``./`` and the last slash.
+
+    Example:
+        >>> parse_path("photos/2024"), parse_path("./photos").is_absolute()
+        (PosixPath('photos/2024'), True)
+    """
+    return Path(text).absolute() if text.startswith("./") or text.endswith("/") else Path(text)
+
+
 def parse_hit_count(text: str) -> int:
     """Return a number of hits, or True for ``auto``."""
     if text == "auto":
@@ -135,9 +145,15 @@ Candidates = Annotated[
         rich_help_panel=RERANKING,
     ),
 ]
+ServedOriginals = Annotated[
+    list[Path] | None,
+    typer.Option("--images", "--texts", parser=parse_path, metavar="<path>", help="Gallery images or texts. Repeatable."),
+]
 OriginalsOf = Annotated[
     list[Path] | None,
     typer.Option(
+        parser=parse_path,
+        metavar="<path>",
         help="Gallery images or texts, for --rerank. Repeatable. Default: texts in the metadata.",
         rich_help_panel=RERANKING,
     ),
@@ -211,6 +227,10 @@ ManyQueries = Annotated[
         help="Many queries: texts (a text per line or row), images, or embeddings (.npy, Parquet, JSON lines).",
     ),
 ]
+JudgedTarget = Annotated[
+    Path | None, typer.Argument(parser=parse_path, metavar="TARGET", help="Recipe, run folder, or checkpoint.")
+]
+TestImages = Annotated[Path | None, typer.Option(parser=parse_path, metavar="<path>", help="Test images for a checkpoint.")]
 JudgedOld = Annotated[
     str | None,
     typer.Option(
