@@ -144,7 +144,7 @@ def test_side_information_that_came_too_late_is_not_left_out_silently(
     build = ("build", photos, "--model", old_folder, "--out", tmp_path / "gallery")
     run.output(*build)
     before = (tmp_path / "gallery" / "gallery.json").read_bytes()
-    monkeypatch.setattr("xcompat.retrieval.ingestion._embed_parts", None)
+    monkeypatch.setattr("xcompat.retrieval.ingestion.embed_on_processes", None)
     for _ in range(2):
         assert "have no side-information, unlike these items" in run.refusal(*build, "--side-info", image_folder_of["resnet"])
         Image.new("RGB", (9, 9), "red").save(photos / "zzz.png")

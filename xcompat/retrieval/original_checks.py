@@ -7,19 +7,22 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from xcompat.core.errors import XcompatError
+from xcompat.core.progress import notice
 from xcompat.data import BadSamples
 from xcompat.data.schema import TEXT
 from xcompat.models.embedder import Embedder
 from xcompat.retrieval.doctor import OTHER, StoredSample, find_dividing_cosine
 from xcompat.retrieval.gallery import Gallery
 from xcompat.retrieval.originals import Originals
+from xcompat.retrieval.versions import require_like_sides
 
 LOOKED_AT = 32
 """Sample size without stored texts. If a tenth differ, one sample in 29 misses them."""
 BLOCK = 8192
 
 
-class ChangedOriginals(NamedTuple):
+class _ChangedOriginals(NamedTuple):
     """Originals that differ from the embedded ones.
 
     Args:
@@ -33,30 +36,71 @@ class ChangedOriginals(NamedTuple):
     on_side: bool = False
 
 
-def find_changed_originals(
+def select_missing(
+    gallery: Gallery,
+    originals: Originals,
+    wanted: NDArray[np.int64],
+    embedder: Embedder,
+    replace: bool,
+    side_info: Embedder | None,
+) -> NDArray[np.int64]:
+    """Return rows not embedded by this model; with ``replace`` also changed originals."""
+    originals.require_same(gallery)
+    ids = originals.ids
+    place = gallery.find([ids[row] for row in wanted.tolist()])
+    if not replace:
+        foreign = [
+            row for row, version in zip(wanted.tolist(), place, strict=True) if version not in (None, embedder.fingerprint)
+        ]
+        if foreign:
+            raise XcompatError(
+                f"{ids[foreign[0]]!r} and {len(foreign) - 1} more are in the gallery already, embedded by another model; "
+                "remove them from the input, or replace their embeddings (--replace)"
+            )
+    missing_n = np.array([version != embedder.fingerprint for version in place], dtype=bool)
+    if (found := _find_changed_originals(gallery, originals, wanted[~missing_n], embedder)) is not None:
+        if found.on_side and not replace:
+            notice(
+                f"{gallery.path} holds {found.named} on their side, as embedded before EXIF orientation was applied; "
+                "run xcompat gallery add --replace to re-embed them"
+            )
+        elif not replace:
+            raise XcompatError(
+                f"{gallery.path} has other {originals.kind} under the same ids: {found.named}; {originals.tell_apart}, or "
+                "replace the stored ones (xcompat gallery add --replace)"
+            )
+        else:
+            missing_n |= np.isin(wanted, found.rows)
+    missing = wanted[missing_n]
+    if len(missing) or side_info is not None:  # else there is nothing to add
+        _require_sides(gallery, embedder, side_info)
+    return missing
+
+
+def _require_sides(gallery: Gallery, embedder: Embedder, side_info: Embedder | None) -> None:
+    """Raise before hours of embedding if side-information differs from the gallery's."""
+    digest = embedder.fingerprint.digest
+    have = {segment.side_dim for segment in gallery.segments if segment.record.version == digest}
+    known = next((version for version in gallery.manifest.versions if version.digest == digest), None)
+    if have and known is not None:
+        by = side_info.fingerprint.digest if side_info is not None else None
+        require_like_sides(known, have, side_info.dim if side_info is not None else 0, by)
+
+
+def _find_changed_originals(
     gallery: Gallery, originals: Originals, rows: NDArray[np.int64], embedder: Embedder
-) -> ChangedOriginals | None:
-    """Find originals that differ from the embedded originals, by stored texts or by re-embedding a sample.
-
-    Args:
-        gallery: the gallery.
-        originals: images or texts.
-        rows: (n,) rows embedded by the model.
-        embedder: the model.
-
-    Returns:
-        The changed originals; None if none are known to differ.
-    """
+) -> _ChangedOriginals | None:
+    """Find originals that differ from the embedded originals, by stored texts or by re-embedding a sample."""
     differing_n, kept_n = _by_text(gallery, originals, rows)
     if differing_n.any():
-        return ChangedOriginals(rows[differing_n], _describe_originals(originals, rows[differing_n]))
+        return _ChangedOriginals(rows[differing_n], _describe_originals(originals, rows[differing_n]))
     unknown = rows[~kept_n]
     drawn = np.sort(np.random.default_rng(0).choice(unknown, min(LOOKED_AT, len(unknown)), replace=False))
     found = _by_embedding(gallery, originals, drawn, embedder)
     if len(found) and all(map(originals.has_orientation, found)):
         turned = np.array([row for row in unknown if originals.has_orientation(row)], np.int64)
-        return ChangedOriginals(turned, _describe_originals(originals, turned), on_side=True)
-    return ChangedOriginals(unknown, _describe_originals(originals, found, f" of {len(drawn)} checked")) if len(found) else None
+        return _ChangedOriginals(turned, _describe_originals(originals, turned), on_side=True)
+    return _ChangedOriginals(unknown, _describe_originals(originals, found, f" of {len(drawn)} checked")) if len(found) else None
 
 
 def _by_text(gallery: Gallery, originals: Originals, rows: NDArray[np.int64]) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:

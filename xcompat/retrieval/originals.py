@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -14,13 +14,15 @@ from numpy.typing import NDArray
 from PIL.Image import Image
 from pydantic import ValidationError
 
+from xcompat.core.distributed import gather_objects, rank, world_size
 from xcompat.core.errors import XcompatError
 from xcompat.core.lazy import datasets as hf
+from xcompat.core.parallel import Executor
 from xcompat.core.progress import Waiting
 from xcompat.data import BadSamples, PairSource, TextSource, contains_images, load_pairs, load_text_items
 from xcompat.data.images import stores_orientation
 from xcompat.data.schema import CAPTION, ID, IMAGE, METADATA, TEXT, captions_of
-from xcompat.embeddings.embed import Contents, embed_blocks, embed_rows, images_per_batch
+from xcompat.embeddings.embed import Contents, embed_blocks, embed_contents, embed_rows, images_per_batch
 
 if TYPE_CHECKING:
     from xcompat.core.fingerprint import Fingerprint
@@ -224,6 +226,70 @@ class Texts:
 def _ids_if_cut_differently(document: str, count: int) -> tuple[str, ...]:
     """Return ids that exist only if a document was cut differently."""
     return (f"{document}#{count}", document) if count else (f"{document}#0",)
+
+
+class EmbeddedPart(NamedTuple):
+    """Embeddings of some originals.
+
+    Args:
+        rows: (n,) their row numbers.
+        embeds_ND: (n, d) float32.
+        side_NS: (n, S) side-information; None without a model for it.
+    """
+
+    rows: NDArray[np.int64]
+    embeds_ND: NDArray[np.float32]
+    side_NS: NDArray[np.float32] | None
+
+
+def embed_on_processes(
+    embedder: Embedder,
+    originals: Originals,
+    rows: NDArray[np.int64],
+    bad: BadSamples,
+    waiting: Waiting,
+    side_info: Embedder | None,
+) -> Iterator[EmbeddedPart]:
+    """Distribute parts over all processes; each yields all embeddings, in row order."""
+    size = originals.part(embedder)
+    parts = [rows[start : start + size] for start in range(0, len(rows), size)]
+    mine = np.concatenate([rows[:0], *parts[rank() :: world_size()]])
+    embedded = _with_sides(originals, originals.embed(embedder, mine, bad, waiting), side_info)
+    nothing = EmbeddedPart(rows[:0], np.empty((0, embedder.dim), np.float32), None)
+    while True:
+        gathered = gather_objects(next(embedded, nothing), shared=True)
+        bad.merge_processes()
+        if not any(len(part.rows) for part in gathered):
+            return
+        yield from (part for part in gathered if len(part.rows))
+
+
+def _with_sides(originals: Originals, parts: Parts, side_info: Embedder | None) -> Iterator[EmbeddedPart]:
+    """Also embed the rows with the side-information model."""
+    for kept, embeds in parts:
+        if side_info is None:
+            yield EmbeddedPart(kept, embeds, None)
+            continue
+        made = list(originals.embed(side_info, kept))
+        places = np.argsort(np.concatenate([rows for rows, _ in made]))  # texts come back sorted by length
+        order = np.empty_like(places)
+        order[np.argsort(kept)] = places
+        yield EmbeddedPart(kept, embeds, np.concatenate([sides for _, sides in made])[order])
+
+
+def embed_on_workers(
+    embedder: Embedder, originals: Originals, rows: NDArray[np.int64], bad: BadSamples, spread: Executor
+) -> Iterator[EmbeddedPart]:
+    """Let workers embed the parts, and yield the embeddings."""
+    size = originals.part(embedder)
+    parts = (rows[start : start + size] for start in range(0, len(rows), size))
+    for part, made in spread(embed_contents, embedder, ((part, originals.contents(part)) for part in parts)):
+        for name, reason in made.unread.items():
+            bad.add(name, reason)
+        embedder.processor.count_truncated += made.truncated  # counted in another process
+        read = np.isfinite(made.embeds_ND[:, 0])
+        if read.any():
+            yield EmbeddedPart(part[read], made.embeds_ND[read], None)
 
 
 def load_originals(
