@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from xcompat.cli.opening import load_originals, load_reranker, open_searched
+from xcompat.cli.opening import load_rerank_originals, load_reranker, open_searched
 from xcompat.cli.options import parse_hit_count, parse_path
 from xcompat.core.distributed import device
 from xcompat.core.errors import XcompatError
@@ -66,7 +66,7 @@ def shadow(
     argument_checks.require_models(old, model)
     if out is not None and out.exists():
         raise XcompatError(f"{out} exists; choose another file with --out")
-    opened, items = open_searched(searched), load_originals(originals, {}) if originals else None
+    opened, items = open_searched(searched), load_rerank_originals(originals)
     read = _queries(queries, limit)
     announce_loading(old, model, rerank_with)
     from xcompat.stores.shadow_report import show_shadow

@@ -18,7 +18,7 @@ from xcompat.cli.opening import (
     load_map,
     load_model,
     load_old_model,
-    load_originals,
+    load_rerank_originals,
     load_reranker,
     load_service,
     open_gallery,
@@ -164,7 +164,9 @@ def build(
         argument_checks.require_models(model)
         announce_loading(model, side_info)
         commands.require_place(out, index)
-        originals = load_originals(source, texts, max_bad_share, kept)
+        from xcompat.retrieval.originals import load_originals
+
+        originals = load_originals(source, max_bad_share, kept, **texts)
         embedder, side = load_model(model, dtype, side_info), load_model(side_info, dtype) if side_info is not None else None
         commands.build(out, originals, embedder, index, side)
     else:
@@ -243,7 +245,7 @@ def search(
         opened = None if is_index(gallery) else open_searched(gallery)
         argument_checks.require_named(model)
         announce_loading(model, fallback, rerank_with)
-        read = load_originals(originals, {}) if originals else None
+        read = load_rerank_originals(originals)
         require_index_ids(gallery, ids, read)
         from xcompat.retrieval.hit_output import make_printer
         from xcompat.retrieval.query_sources import load_queries_and_model
@@ -309,7 +311,9 @@ def add(
     opened = open_gallery(gallery)
     argument_checks.require_models(model)
     announce_loading(model, side_info)
-    originals = load_originals(source, texts, max_bad_share, kept)
+    from xcompat.retrieval.originals import load_originals
+
+    originals = load_originals(source, max_bad_share, kept, **texts)
     _warn_of_backfill(opened, model)
     embedder, side = load_model(model, dtype, side_info), load_model(side_info, dtype) if side_info is not None else None
     commands.add(opened, originals, embedder, replace, side)
@@ -361,7 +365,9 @@ def upgrade(
     else:
         argument_checks.require_models(model)
         announce_loading(model)
-        originals = load_originals(backfill, texts, max_bad_share, kept)
+        from xcompat.retrieval.originals import load_originals
+
+        originals = load_originals(backfill, max_bad_share, kept, **texts)
         _warn_of_backfill(opened, model)
         embedder = load_model(model, dtype)
         with where.pool(model, embedder) as spread:
@@ -519,7 +525,9 @@ def _examine_gallery(gallery: str, model: str, images: str, texts: dict[str, obj
 
     opened, source = open_gallery(Path(gallery)), _existing(images)
     argument_checks.require_models(model)
-    originals = load_originals(source, texts)
+    from xcompat.retrieval.originals import load_originals
+
+    originals = load_originals(source, None, True, **texts)
     return commands.doctor(opened, load_model(model), originals, sample)
 
 

@@ -27,18 +27,6 @@ if TYPE_CHECKING:
 Dtype = Literal["float32", "bfloat16", "float16"] | None
 
 
-def load_originals(
-    source: str | Path | list[Path],
-    texts: dict[str, object],
-    max_bad_share: float | None = None,
-    metadata: bool | list[str] = True,
-) -> Originals:
-    """Load the images or texts of a source."""
-    from xcompat.retrieval import originals
-
-    return originals.load_originals(source, max_bad_share, metadata, **texts)
-
-
 def is_address(text: str) -> bool:
     """Return whether a text is a database address, even without a slash. Messages about paths would show its password."""
     return "://" in text or re.match(r"[a-z][a-z0-9+.-]+:/", text, re.IGNORECASE) is not None
@@ -135,6 +123,15 @@ def load_old_model(typed: Queries, source: QuerySource, fallback: str, below: fl
     given = {"model": fallback or None, "below": below}
     named = {name: value for name, value in given.items() if value is not None}
     return Fallback.for_model(source, device(), named or None)
+
+
+def load_rerank_originals(paths: list[Path] | None) -> Originals | None:
+    """Load the images or texts of ``--originals``; None without the option."""
+    if not paths:
+        return None
+    from xcompat.retrieval.originals import load_originals
+
+    return load_originals(paths)
 
 
 def load_reranker(source: QuerySource, asked: RerankOptions, originals: Originals | None) -> Reranker | None:
