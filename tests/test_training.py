@@ -445,7 +445,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def test_a_bar_shows_rate_and_waiting(clock: Clock) -> None:
     bar = progress_bar()
     bar.get_time = clock
-    task = bar.add_task("embedding", total=100, rate="")
+    task = bar.add_task("embedding", total=100, unit="images")
     waiting = Waiting()
 
     def slow() -> Iterator[int]:
@@ -454,9 +454,9 @@ def test_a_bar_shows_rate_and_waiting(clock: Clock) -> None:
 
     for _ in waiting.track(slow()):
         clock.now += 3
-    advance_bar(bar, task, 20, "images", waiting)
+    advance_bar(bar, task, 20, waiting)
     assert bar.tasks[0].fields["rate"] == "5 images/s, 25% waiting for data"
-    advance_bar(bar, task, 20, "images")
+    advance_bar(bar, task, 20)
     assert bar.tasks[0].fields["rate"] == "10 images/s"
 
 
@@ -496,12 +496,12 @@ def test_progress_lines_without_tty(clock: Clock, capsys: pytest.CaptureFixture[
     bar = progress_bar()
     bar.get_time = clock
     with bar:
-        task = bar.add_task("embedding images with /models/a [long] name of a folder/run-7", total=100, rate="")
+        task = bar.add_task("embedding images with /models/a [long] name of a folder/run-7", total=100, unit="images")
         bar.tasks[0]._get_time = clock
         bar.tasks[0].start_time = clock.now
         for _ in range(10):
             clock.now += 4
-            advance_bar(bar, task, 10, "images")
+            advance_bar(bar, task, 10)
     said = capsys.readouterr().out.splitlines()
     assert [line.split(":")[1].split(",")[0] for line in said] == [" 30 of 100 (30 %)", " 60 of 100 (60 %)", " 90 of 100 (90 %)"]
     assert all(line.startswith("  embedding images wi … e of a folder/run-7: ") for line in said)

@@ -176,12 +176,12 @@ def write_captions(source: PairSource, captioner: Captioner, out: Path, batch_si
         return min(ROWS, len(images) - start)
 
     with progress_bar() as bar:
-        task = bar.add_task(f"captions by {captioner.name}", total=sum(map(rows_of, mine)), rate="")
+        task = bar.add_task(f"captions by {captioner.name}", total=sum(map(rows_of, mine)), unit="images")
         for start in mine:
             if not parts[start].exists():
                 with atomic_path(parts[start]) as temporary:
                     temporary.write_text("".join(_lines(images, start, captioner, batch_size)), encoding="utf-8")
-            advance_bar(bar, task, rows_of(start), "images")
+            advance_bar(bar, task, rows_of(start))
     barrier()
     if is_main_process():
         _require_free(out, overwrite)  # captions may have taken hours

@@ -207,7 +207,7 @@ class Bar(Progress):
 
     @override
     def add_task(self, description: str, *arguments: Any, **fields: Any) -> TaskID:
-        return super().add_task(literal(shorten_middle(description)), *arguments, **fields)
+        return super().add_task(literal(shorten_middle(description)), *arguments, rate="", **fields)
 
     @override
     def update(self, task_id: TaskID, **changes: Any) -> None:
@@ -260,20 +260,19 @@ class Waiting:
         return f"{self.seconds / max(seconds, 1e-9):.0%} waiting for data"
 
 
-def advance_bar(bar: Progress, task: TaskID, done: float, unit: str, waiting: Waiting | None = None) -> None:
+def advance_bar(bar: Progress, task: TaskID, done: float, waiting: Waiting | None = None) -> None:
     """Advance a bar and show its mean rate so far.
 
     Args:
         bar: the display.
-        task: its task, made with the field ``rate``.
+        task: its task, added with the field ``unit``, a plural, e.g. ``"texts"``.
         done: units done since the last call.
-        unit: the unit in plural, e.g. ``"texts"``.
         waiting: waiting time to show as a share.
     """
     state = bar.tasks[bar.task_ids.index(task)]
     elapsed = max(state.elapsed or 0.0, 1e-9)
     waited = "" if waiting is None else f", {waiting.share_of(elapsed)}"
-    bar.update(task, advance=done, rate=f"{(state.completed + done) / elapsed:,.0f} {unit}/s{waited}")
+    bar.update(task, advance=done, rate=f"{(state.completed + done) / elapsed:,.0f} {state.fields['unit']}/s{waited}")
 
 
 def describe_duration(seconds: float) -> str:

@@ -165,10 +165,10 @@ def download_address(address: str, folder: Path) -> Iterator[Path]:
     with temporary_folder(folder / "fetched") as place:
         file = place / (name or "output")
         with file.open("wb") as target, progress_bar() as bar:
-            task = bar.add_task(redact_address(address), total=None, rate="")
+            task = bar.add_task(redact_address(address), total=None, unit="MB")
             for block in _blocks(address):
                 target.write(block)  # local disk errors are not errors of the address
-                advance_bar(bar, task, len(block) / 1e6, "MB")
+                advance_bar(bar, task, len(block) / 1e6)
         yield file
 
 

@@ -105,9 +105,9 @@ def load_texts(
         record |= {"read": 0, "duplicates": 0, "excluded": 0, "kept": 0}
         texts = (text for source in opened for text in source.read())
         with progress_bar() as bar:
-            task = bar.add_task("reading texts", total=None, rate="")
+            task = bar.add_task("reading texts", total=None, unit="texts")
             for kept in _keep_new_texts(texts, held_out, limit, record):
-                advance_bar(bar, task, record["read"] - bar.tasks[0].completed, "texts")
+                advance_bar(bar, task, record["read"] - bar.tasks[0].completed)
                 yield pa.record_batch([pa.array(kept, pa.string())], schema=features.arrow_schema)
         if not record["kept"]:
             raise XcompatError(

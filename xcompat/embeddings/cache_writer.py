@@ -88,7 +88,7 @@ def _embed_shards(
     slices = [slice(shard * info.shard_rows, min((shard + 1) * info.shard_rows, info.rows)) for shard in shards]
     total = sum(part.stop - part.start for part in slices)
     with progress_bar() as bar, ThreadPoolExecutor(1) as writer:
-        task = bar.add_task(f"embedding {info.kind} with {info.name}", total=total, rate="")
+        task = bar.add_task(f"embedding {info.kind} with {info.name}", total=total, unit=info.kind)
         waiting = Waiting()
         writing: Future[None] | None = None
         for shard, part, batches in zip(shards, slices, embed_shards(slices, waiting), strict=True):
@@ -96,7 +96,7 @@ def _embed_shards(
             for places_B, embeds_BD in batches:
                 places.append(places_B)
                 parts.append(embeds_BD)  # stays on its device: a GPU copies once per shard
-                advance_bar(bar, task, len(places_B), info.kind, waiting)
+                advance_bar(bar, task, len(places_B), waiting)
             if writing is not None:
                 writing.result()  # at most one shard is being written while the model goes on
             writing = writer.submit(_write_shard, path, shard, info, part.stop - part.start, places, parts)

@@ -206,9 +206,9 @@ def _make(job: Job, source: Source, found: _ResumeState, workers: Workers) -> in
     if parts and failed is None:
         with progress_bar() as bar:
             total = sum(part.rows for part in parts)
-            task = bar.add_task(f"{job.model.reads} through {job.model.made.name}", total=total, rate="")
+            task = bar.add_task(f"{job.model.reads} through {job.model.made.name}", total=total, unit="rows")
             for done in workers.run(job, parts):
-                advance_bar(bar, task, done.rows, "rows")
+                advance_bar(bar, task, done.rows)
                 unread, cut, example = unread + done.unread, cut + done.cut, example or done.example
                 failed = done.error or _too_many(found.unread + unread, source, example)
                 if failed is not None:

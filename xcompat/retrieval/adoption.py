@@ -190,13 +190,13 @@ def inspect_vectors(index: FaissIndex, path: Path, known: Known, ids: Sequence[s
     direction_d = np.random.default_rng(0).choice([-1.0, 1.0], index.dim) / np.sqrt(index.dim)
     lengths_N, signatures_N = np.empty(index.rows), np.empty(index.rows, np.float32)
     with progress_bar() as bar:
-        task = bar.add_task(f"looking through {path.name}", total=index.rows, rate="")
+        task = bar.add_task(f"looking through {path.name}", total=index.rows, unit="vectors")
         for start in range(0, index.rows, LOOKED_AT_ONCE):
             rows_n = np.arange(start, min(start + LOOKED_AT_ONCE, index.rows))
             vectors_nd = _vectors(index, rows_n, path).astype(np.float64)
             lengths_N[rows_n] = np.linalg.norm(vectors_nd, axis=1)
             signatures_N[rows_n] = vectors_nd @ direction_d
-            advance_bar(bar, task, len(rows_n), "vectors")
+            advance_bar(bar, task, len(rows_n))
     if stamp_of(path) != (known[0].size, known[1].mtime_ns):
         raise XcompatError(f"{path} is being written; wait until it is complete, and try again")
     bad = np.flatnonzero(~np.isfinite(lengths_N))

@@ -24,14 +24,14 @@ def compact_gallery(staging: Staging) -> None:
     untidy = {version.digest: _untidy(gallery, version) for version in gallery.manifest.versions}
     total = sum(len(segment) for segments in untidy.values() for segment in segments)
     with progress_bar() as bar:
-        task = bar.add_task(f"compacting {gallery.path.name}", total=total, rate="")
+        task = bar.add_task(f"compacting {gallery.path.name}", total=total, unit="embeddings")
         for version in gallery.manifest.versions:
             left, fewest = sum(map(len, untidy[version.digest])), _fewest(gallery, version)
             fewest = fewest if fewest <= left else 0
             for segment in untidy[version.digest]:
                 for rows_n, items in segment.blocks(BLOCK):
                     staging.put(version, items)
-                    advance_bar(bar, task, len(rows_n), "embeddings")
+                    advance_bar(bar, task, len(rows_n))
                     left -= len(rows_n)
                     if not left or left >= fewest:  # else too few would remain to train an index
                         staging.flush_if_large(fewest)

@@ -78,14 +78,14 @@ def ingest(
     bad = BadSamples(originals.max_bad_share, len(wanted), what=originals.kind, raised_by="--max-bad-share")
     before = embedder.processor.count_truncated
     with progress_bar() as bar, Interrupts() as interrupts:
-        task = bar.add_task(f"embedding {originals.kind} with {embedder.name}", total=len(todo), rate="")
+        task = bar.add_task(f"embedding {originals.kind} with {embedder.name}", total=len(todo), unit=originals.kind)
         committed, waiting = time.monotonic(), Waiting()
         if spread is not None:
             embedded = embed_on_workers(embedder, originals, todo, bad, spread)
         else:
             embedded = embed_on_processes(embedder, originals, todo, bad, waiting, side_info)
         for kept, embeds, side in embedded:
-            advance_bar(bar, task, len(kept), originals.kind, waiting)
+            advance_bar(bar, task, len(kept), waiting)
             if is_main_process():
                 ids = [originals.ids[row] for row in kept.tolist()]
                 gallery.add(embeds, ids, originals.metadata(kept), embedder, side, replace, side_info, same_originals)

@@ -173,10 +173,10 @@ def embed_with_progress(queries: Queries, embedder: Source) -> Iterator[QueryBlo
         yield from queries.embed_in_blocks(embedder)
         return
     with progress_bar() as bar:
-        task = bar.add_task("searching", total=len(queries), rate="")
+        task = bar.add_task("searching", total=len(queries), unit="queries")
         for asked in queries.embed_in_blocks(embedder):
             yield asked
-            advance_bar(bar, task, len(asked.ids), "queries")
+            advance_bar(bar, task, len(asked.ids))
 
 
 def query_embeddings(embedder: Embedder | ServedMap, query: str) -> Tensor:

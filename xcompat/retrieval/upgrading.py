@@ -91,11 +91,13 @@ def upgrade_gallery(staging: Staging, model: CompatModel, batch_size: int, sprea
     total, to_map = sum(map(len, segments)), sum(len(rows) for _, rows in left)
     mapped = spread(map_block, model, _blocks(gallery, left, batch_size))
     with progress_bar() as bar:
-        task = bar.add_task(f"mapping {gallery.path.name} to {version.name}", total=total, completed=total - to_map, rate="")
+        task = bar.add_task(
+            f"mapping {gallery.path.name} to {version.name}", total=total, completed=total - to_map, unit="embeddings"
+        )
         for segment, blocks in groupby(mapped, key=lambda each: each[0].segment):
             for (_, rows_n, items), block in blocks:
                 staging.put(version, _items(block, items, gallery, model))
-                advance_bar(bar, task, len(rows_n), "embeddings")
+                advance_bar(bar, task, len(rows_n))
                 if written := staging.flush_if_large():
                     _record(journal, progress, segment, int(rows_n[-1]) + 1, written)
             _record(journal, progress, segment, segment.record.rows, staging.flush())

@@ -268,7 +268,7 @@ def _fill(
     total = store.count(store.space)
     with progress_bar() as bar:
         left = store.count(store.space, migration.into) if migration.written else total  # some stores read all rows to count
-        task = bar.add_task(f"filling {migration.into}", total=left, rate="")
+        task = bar.add_task(f"filling {migration.into}", total=left, unit="rows")
         throttle = Throttle(rows_per_second)
         for round_ in count():
             from_first, seen, before = migration.after is None, 0, migration.written
@@ -280,7 +280,7 @@ def _fill(
                     store.set_record(RECORD, migration.model_dump())
                     store.renew_lease()
                     seen += len(read.ids)
-                    advance_bar(bar, task, written, "rows")
+                    advance_bar(bar, task, written)
                     throttle.wait(len(read.ids))
             store.delete_orphans(migration.into, migration.space)
             migration.after = None  # the next round starts at the first id, because earlier rows can have changed

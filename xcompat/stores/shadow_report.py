@@ -49,10 +49,10 @@ def show_shadow(
     """
     seen: Shadow | None = None
     with progress_bar() as bar:
-        task = bar.add_task("comparing queries", total=len(queries) if isinstance(queries, Sequence) else None, rate="")
+        task = bar.add_task("comparing queries", total=len(queries) if isinstance(queries, Sequence) else None, unit="queries")
         for grown in compare_ways(searched, *ways, queries, top_k):
             seen = grown
-            advance_bar(bar, task, 1, "queries")
+            advance_bar(bar, task, 1)
     if seen is None or not (seen.pairs or seen.failed):
         why = (
             f"; {seen.unread[0][0]!r}: {seen.unread[0][1]}" if seen is not None and seen.unread else "; the input has no queries"

@@ -41,7 +41,7 @@ class ProgressCallback(TrainerCallback):
         self._bar = progress_bar()
         self._bar.start()
         self._first_step = state.global_step
-        self._task = self._bar.add_task(self.description, total=state.max_steps, completed=state.global_step, rate="")
+        self._task = self._bar.add_task(self.description, total=state.max_steps, completed=state.global_step)
         self._waiting.begin()
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
