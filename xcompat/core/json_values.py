@@ -12,9 +12,8 @@ from uuid import UUID
 import numpy as np
 
 from xcompat.core.progress import notice_once
-from xcompat.core.surrogates import replace_surrogates
+from xcompat.core.surrogates import replace_nested_surrogates
 
-EMPTY: tuple[object, ...] = (None, "", [], {})
 _AS_ISO = (datetime.datetime, datetime.date, datetime.time)
 _AS_TEXT = (Decimal, UUID, datetime.timedelta)
 
@@ -44,16 +43,16 @@ class JsonColumns:
             >>> JsonColumns().convert({"at": datetime.date(2020, 1, 2), "price": Decimal("1.50"), "size": 3, "none": math.nan})
             {'at': '2020-01-02', 'price': '1.50', 'size': 3}
         """
-        found = {}
+        found: dict[str, object] = {}
         for name, value in row.items():
             try:
                 known = self._json(str(name), value)
             except _NoJsonError as error:
                 self.left_out.setdefault(str(name), str(error))
                 continue
-            if keep_empty or not _is_empty(known):
-                found[replace_surrogates(str(name))] = known
-        return found
+            if keep_empty or known or isinstance(known, int | float):  # 0 and False are values
+                found[str(name)] = known
+        return replace_nested_surrogates(found)
 
     def lines(self) -> list[str]:
         """Return a line for each changed or dropped column."""
@@ -72,19 +71,17 @@ class JsonColumns:
         if isinstance(value, np.generic | np.ndarray):
             value = value.tolist()
         if isinstance(value, Mapping):
-            return {replace_surrogates(str(key)): self._json(column, each) for key, each in value.items()}
+            return {str(key): self._json(column, each) for key, each in value.items()}
         if isinstance(value, list | tuple | set | frozenset):
             return [self._json(column, each) for each in value]
         return self._single(column, value)
 
     def _single(self, column: str, value: object) -> object:
-        if isinstance(value, str):
-            return replace_surrogates(value)
         if isinstance(value, float):
             return self._number(column, value)
         if isinstance(value, (*_AS_ISO, *_AS_TEXT)):
             return self._text(column, value.isoformat() if isinstance(value, _AS_ISO) else str(value))
-        if value is None or isinstance(value, bool | int):
+        if value is None or isinstance(value, str | bool | int):
             return value
         raise _NoJsonError(type(value).__name__)
 
@@ -98,7 +95,3 @@ class JsonColumns:
             return None
         self.as_text.setdefault(column, text)
         return text
-
-
-def _is_empty(value: object) -> bool:
-    return any(value is each or (type(value) is type(each) and value == each) for each in EMPTY)

@@ -24,6 +24,11 @@ def replace_surrogates(text: str) -> str:
     return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
 
+def replace_nested_surrogates(value: Any) -> Any:  # noqa: ANN401 - any JSON value
+    """Replace surrogates in a JSON value, also in nested values and keys. A value without any is returned itself."""
+    return _replace(value) if _has_surrogates(value) else value
+
+
 def decode_utf8(data: bytes) -> str:
     """Decode bytes as UTF-8. Surrogates and invalid bytes become U+FFFD."""
     try:
@@ -45,11 +50,11 @@ class Surrogates:
     first: str = ""
 
     def replace_in(self, value: object, where: str) -> Any:  # noqa: ANN401 - any JSON value
-        """Return a value with replaced surrogates, also in nested values and keys. A value without any is returned itself."""
-        if not _has_surrogates(value):
-            return value
-        self.add(where)
-        return _replace(value)
+        """Replace surrogates as :func:`replace_nested_surrogates` does, and count a changed row."""
+        found = replace_nested_surrogates(value)
+        if found is not value:
+            self.add(where)
+        return found
 
     def add(self, where: str) -> None:
         """Count a changed row."""
