@@ -117,7 +117,9 @@ def examine(gallery: Gallery, originals: Originals, embedder: Embedder, sample: 
             findings.append(replace(plain, note=f"none of the {originals.kind} is in this version"))
         else:
             drawn = np.sort(np.random.default_rng(0).choice(rows, min(sample, len(rows)), replace=False))
-            findings.append(judge_embeddings(plain, StoredSample.of_gallery(gallery, version, originals, drawn), embedder))
+            ids = [originals.ids[row] for row in drawn.tolist()]
+            stored = StoredSample.of_gallery(gallery, version, ids, drawn)
+            findings.append(judge_embeddings(plain, stored, originals, embedder))
     return findings
 
 
@@ -126,36 +128,31 @@ class StoredSample:
     """Stored embeddings of some originals.
 
     Args:
-        originals: images or texts.
-        rows: (n,) row numbers, ascending.
+        ids: n ids.
+        rows: (n,) row numbers of their originals, ascending.
         vectors_nd: (n, d) float32, as stored.
         adopted: segments with a quantising index, and positions in ``rows``.
         length: length of adopted embeddings.
     """
 
-    originals: Originals
+    ids: Sequence[str]
     rows: NDArray[np.int64]
     vectors_nd: NDArray[np.float32]
     adopted: Sequence[tuple[Segment, NDArray[np.int64]]] = ()
     length: float = 1.0
 
     @classmethod
-    def of_gallery(cls, gallery: Gallery, version: Fingerprint, originals: Originals, rows: NDArray[np.int64]) -> Self:
-        """Read some originals' embeddings in a version."""
-        record, ids = gallery.manifest.version(version.digest), [originals.ids[row] for row in rows.tolist()]
-        vectors_nd, adopted, hashes_n = np.empty((len(rows), record.dim), np.float32), [], id_hashes(ids)
+    def of_gallery(cls, gallery: Gallery, version: Fingerprint, ids: Sequence[str], rows: NDArray[np.int64]) -> Self:
+        """Read embeddings in a version by their ids."""
+        record, adopted, hashes_n = gallery.manifest.version(version.digest), [], id_hashes(ids)
+        vectors_nd = np.empty((len(rows), record.dim), np.float32)
         for segment in gallery.segments:
             if segment.record.version == version.digest:
                 places, found = segment.rows_of(ids, hashes_n)
                 vectors_nd[places] = segment.vectors(found) if len(found) else 0
                 if segment.record.adopted is not None:  # other segments also store unquantised vectors
                     adopted.append((segment, places))
-        return cls(originals, rows, vectors_nd, adopted, record.length)
-
-    @property
-    def ids(self) -> list[str]:
-        """Return the rows' ids."""
-        return [self.originals.ids[row] for row in self.rows.tolist()]
+        return cls(ids, rows, vectors_nd, adopted, record.length)
 
     def to_stored_form(self, parts: Parts, places: NDArray[np.int64]) -> NDArray[np.float32]:
         """Convert new embeddings to the stored form.
@@ -182,15 +179,15 @@ class StoredSample:
         return np.nan_to_num(np.einsum("nd,nd->n", one, other), nan=-1)
 
 
-def judge_embeddings(plain: Finding, stored: StoredSample, embedder: Embedder) -> Finding:
+def judge_embeddings(plain: Finding, stored: StoredSample, originals: Originals, embedder: Embedder) -> Finding:
     """Compare embeddings, try other preprocessing, and separate the model's from others.
 
     Args:
         plain: the finding so far.
         stored: a sample.
+        originals: images or texts.
         embedder: the examined model.
     """
-    originals = stored.originals
     parts = originals.embed(embedder, stored.rows, BadSamples(1.0, len(stored.rows)))
     fresh_nd = stored.to_stored_form(parts, np.arange(len(stored.rows)))
     every = np.flatnonzero(np.isfinite(fresh_nd[:, 0]))

@@ -120,7 +120,8 @@ def _by_embedding(gallery: Gallery, originals: Originals, rows: NDArray[np.int64
     """Return readable originals if their embedding differs from the stored embedding."""
     if not len(rows):
         return rows
-    stored, every = StoredSample.of_gallery(gallery, embedder.fingerprint, originals, rows), np.arange(len(rows))
+    ids, every = [originals.ids[row] for row in rows.tolist()], np.arange(len(rows))
+    stored = StoredSample.of_gallery(gallery, embedder.fingerprint, ids, rows)
     fresh_nd = stored.to_stored_form(originals.embed(embedder, rows, BadSamples(1.0, len(rows), quiet=True)), every)
     every = np.flatnonzero(np.isfinite(fresh_nd[:, 0]))
     cosines_n = stored.cosines(fresh_nd[every], every)

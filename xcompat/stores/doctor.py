@@ -77,4 +77,5 @@ def examine_store(store: Store, embedder: Embedder, held: SourceField | None, sa
     originals.require(embedder)
     if not kept:
         return replace(found, note=f"no sampled row has {originals.kind} in {held.content}")
-    return judge_embeddings(found, StoredSample(originals, np.arange(len(kept)), rows.vectors_ND[kept, : embedder.dim]), embedder)
+    stored = StoredSample(originals.ids, np.arange(len(kept)), rows.vectors_ND[kept, : embedder.dim])
+    return judge_embeddings(found, stored, originals, embedder)
