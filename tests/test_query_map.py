@@ -23,12 +23,12 @@ from xcompat.encoders.base import Encoder
 from xcompat.encoders.penultimate import Penultimate
 from xcompat.losses import bank_contrast_loss
 from xcompat.methods import METHODS, QueryMapConfig, QueryMapModel, WhitenedConfig, WhitenedModel
-from xcompat.methods.whitened import DAMPING, DAMPING_OF_FEW
+from xcompat.methods.whitened import DAMPING, DAMPING_OF_FEW, PRIOR
 from xcompat.models import describe_old
 from xcompat.models.backbone import BackboneModel
 from xcompat.models.classified import ClassifiedModel
 from xcompat.models.closed_form import Moments, solve_procrustes
-from xcompat.models.embedder import load_embedder, penultimate_embedder
+from xcompat.models.embedder import load_checkpoint, load_embedder, penultimate_embedder
 from xcompat.models.old_knowledge import OldKnowledge
 
 LABELS = torch.tensor([0, 1, 0, 2, 1, 0])
@@ -270,6 +270,32 @@ def test_sides_of_any_length_are_whitened_in_both_directions() -> None:
     for option, value in {"source_power": -0.1, "target_power": 1.5, "damping": 0.0}.items():
         with pytest.raises(XcompatError, match=option):
             whitened(**{option: value}).config.require_ranges()
+
+
+@pytest.mark.parametrize("direction", ["new_to_old", "old_to_new"])
+def test_each_cluster_has_a_whitened_map_of_its_own(direction: str, tmp_path: Path) -> None:
+    new, old = pairs(1200)
+    far = torch.where(torch.arange(1200) % 3 == 0, 8.0, 0.0)[:, None]
+    new, old = new + far, old + far
+    source, target = (new, old) if direction == "new_to_old" else (old, new)
+    model = whitened(clusters=2, direction=direction).fit([(new[:700], old[:700]), (new[700:], old[700:])])
+    mapped = (model.to_space if direction == "new_to_old" else model.upgrade)(source.float())
+    all_N, all_M = source.numpy(), target.numpy()
+    for rows in ((far[:, 0] > 0).numpy(), (far[:, 0] == 0).numpy()):
+
+        def moment(one: np.ndarray, other: np.ndarray, rows: np.ndarray = rows) -> np.ndarray:
+            return (one[rows].T @ other[rows] + PRIOR / 1200 * one.T @ other) / (rows.sum() + PRIOR)
+
+        whitening = [naive_power(moment(side, side), -0.75, DAMPING) for side in (all_N, all_M)]
+        wanted = all_N[rows] @ whitening[0] @ moment(all_N, all_M) @ whitening[1]
+        wanted /= np.linalg.norm(wanted, axis=1, keepdims=True)
+        np.testing.assert_allclose(mapped[torch.from_numpy(rows)].numpy(), wanted, rtol=1e-3, atol=1e-5)
+    model.save_pretrained(tmp_path)
+    again = load_checkpoint(str(tmp_path))
+    assert torch.equal((again.to_space if direction == "new_to_old" else again.upgrade)(source.float()), mapped)
+    assert model.own_view_layers is None, "it is not a linear layer"
+    with pytest.raises(XcompatError, match="options.clusters is 5, but there are 4 pairs"):
+        whitened(clusters=5).fit([(new[:4], old[:4])])
 
 
 DIM, ROWS = 8, 600

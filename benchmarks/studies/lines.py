@@ -3,8 +3,9 @@
     python benchmarks/studies/lines.py --seeds 5
 
 Needs ../shared/data/text, ../shared/data/tiny-imagenet and ../shared/models. Prints Markdown: nDCG@10 on texts with judgements,
-CMC@1 and mAP on photos with the gain over old queries and its 95 % interval; ``stronger`` measures photos with EfficientNets, and
-``fine-tuned`` a model that ``xcompat train benchmarks/studies/fine_tuned.yaml`` trained further.
+CMC@1 and mAP on photos with the gain over old queries and its 95 % interval; ``stronger`` measures photos with EfficientNets,
+``variants`` whitened maps of low rank and per cluster, and ``fine-tuned`` a model that ``xcompat train
+benchmarks/studies/fine_tuned.yaml`` trained further.
 Each map is measured alone and half-way to the old query. A second table of each set compares these results with the agreement
 that ``xcompat map`` measures without labels.
 """
@@ -16,7 +17,7 @@ import importlib.metadata
 import platform
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -36,7 +37,7 @@ from xcompat.evaluation import graded_per_query, paired_bootstrap, ranking_per_q
 from xcompat.heads import slerp
 from xcompat.mapping import PairedEmbeddings
 from xcompat.mapping.agreement import HeldOutItems
-from xcompat.mapping.candidates import LINES, Candidate, Described, Paired, Solver
+from xcompat.mapping.candidates import LINES, WHITENED, Candidate, Described, Paired, Solver
 from xcompat.methods import WhitenedModel
 from xcompat.methods.whitened import DAMPING, DAMPING_OF_FEW, damped_power
 from xcompat.models import CompatModel, describe_old
@@ -95,7 +96,26 @@ def solve_drift(pairs: Paired, old: Described) -> CompatModel:
     return model.set_map(torch.eye(len(new_D), dtype=new_D.dtype), old_d - new_D).eval()
 
 
-SOLVERS: dict[str, Solver] = {**LINES, INFORMATION: solve_information, DRIFT: solve_drift}
+def solve_low_rank(pairs: Paired, old: Described, rank: int) -> CompatModel:
+    """Keep the largest singular values of the whitened map."""
+    model = LINES[WHITENED](pairs, old)
+    left_Dr, s_r, right_rd = torch.linalg.svd(model.weight.double(), full_matrices=False)
+    return model.set_map((left_Dr[:, :rank] * s_r[:rank]) @ right_rd[:rank], model.bias)
+
+
+def solve_clusters(pairs: Paired, old: Described, clusters: int) -> CompatModel:
+    """Solve a whitened map per cluster of the new embeddings, as Local Drift-Adapters do."""
+    model = WhitenedModel(WhitenedModel.config_class(old=old, embedding_dim=pairs.dims[0], clusters=clusters))
+    return model.fit(pairs.batches()).eval()
+
+
+Maps = Mapping[str, Solver]
+VARIANTS: Maps = {
+    WHITENED: LINES[WHITENED],
+    **{f"{WHITENED}, rank {rank}": partial(solve_low_rank, rank=rank) for rank in (128, 64)},
+    **{f"{WHITENED}, {count} clusters": partial(solve_clusters, clusters=count) for count in (4, 16)},
+}
+SOLVERS: Maps = {**LINES, INFORMATION: solve_information, DRIFT: solve_drift}
 
 
 class Search(NamedTuple):
@@ -114,7 +134,7 @@ class Search(NamedTuple):
     clusters_Q: NDArray[np.int64]
 
     @torch.inference_mode()
-    def measure(self, pairs: PairedEmbeddings) -> dict[str, Values]:
+    def measure(self, pairs: PairedEmbeddings, maps: Maps) -> dict[str, Values]:
         """Measure old queries, new queries in a new index, and each map of some pairs alone and half-way to the old query."""
         new_QD, old_Qd = (torch.from_numpy(np.array(side, np.float32)) for side in (self.asked.new_ND, self.asked.old_Nd))
         gallery_Gd = np.asarray(self.stored.old_Nd)
@@ -122,7 +142,7 @@ class Search(NamedTuple):
             OLD: self.score(old_Qd.numpy(), gallery_Gd),
             NEW: self.score(new_QD.numpy(), np.asarray(self.stored.new_ND)),
         }
-        for name, solve in SOLVERS.items():
+        for name, solve in maps.items():
             if name == DRIFT and pairs.dims[0] != pairs.dims[1]:
                 continue
             mapped_Qd = solve(pairs, describe_old(Fingerprint.from_string("old"), pairs.dims[1])).to_space(new_QD)
@@ -136,10 +156,11 @@ class Column:
 
     Args:
         name: of the upgrade.
+        maps: the maps to measure.
     """
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, name: str, maps: Maps) -> None:
+        self.name, self.maps = name, maps
         self.values: dict[tuple[str, str], list[NDArray[np.float64]]] = defaultdict(list)
         self.agreement: dict[str, list[float]] = defaultdict(list)
         self.clusters: list[NDArray[np.int64]] = []
@@ -153,8 +174,8 @@ class Column:
 
     def measure(self, search: Search, pairs: PairedEmbeddings, seed: int) -> None:
         """Measure one draw: results of the queries, and agreement among the pairs themselves."""
-        self.add(search.measure(pairs), search.clusters_Q)
-        for row, share in measure_agreement(pairs, seed).items():
+        self.add(search.measure(pairs, self.maps), search.clusters_Q)
+        for row, share in measure_agreement(pairs, seed).items() if self.maps is SOLVERS else ():
             self.agreement[row].append(share)
 
     def mean(self, row: str, metric: str) -> float:
@@ -168,9 +189,9 @@ class Column:
         mean = f"{self.mean(row, metric):.1f}"
         return mean if row == OLD else f"{mean}: {gain_with_interval(*self.compare(row, metric))}"
 
-    def compare(self, row: str, metric: str) -> tuple[float, float, float]:
-        """Return the gain of a row over old queries, and the ends of its 95 % interval."""
-        own_Q, old_Q = (np.concatenate(self.values[name, metric]) for name in (row, OLD))
+    def compare(self, row: str, metric: str, base: str = OLD) -> tuple[float, float, float]:
+        """Return the gain of a row over old queries, or another row, and the ends of its 95 % interval."""
+        own_Q, old_Q = (np.concatenate(self.values[name, metric]) for name in (row, base))
         gain = paired_bootstrap(own_Q, old_Q, clusters_Q=np.concatenate(self.clusters).tolist())
         return gain.mean, gain.low, gain.high
 
@@ -211,14 +232,14 @@ def load_text_searches() -> Iterator[tuple[str, Search]]:
             yield f"{task.name}, `{old}` → `{new}`", Search(stored, asked, score, np.arange(len(asked)))
 
 
-def run_texts(seeds: int) -> None:
+def run_texts(seeds: int, maps: Maps = SOLVERS) -> None:
     """Measure and print the upgrades on texts: learned from all documents, and from a few."""
     columns: dict[int, list[Column]] = {0: [], FEW_TEXTS: []}
     for name, search in load_text_searches():
         stored = search.stored
         known = np.flatnonzero((stored.new_ND != 0).any(1) & (stored.old_Nd != 0).any(1))
         for count, of_count in columns.items():
-            of_count.append(column := Column(name))
+            of_count.append(column := Column(name, maps))
             for seed in range(seeds if count else 1):
                 rows = np.random.default_rng(seed).permutation(known)[:count] if count else known
                 column.measure(search, stored.take(np.sort(rows)), seed)
@@ -239,10 +260,11 @@ def load_photos(names: Sequence[str]) -> tuple[dict[str, Floats], NDArray[np.str
     return embedded, np.array(images.class_names())
 
 
-def run_photos(seeds: int, upgrades: Sequence[tuple[str, str]]) -> None:
+def run_photos(seeds: int, upgrades: Sequence[tuple[str, str]], maps: Maps = SOLVERS) -> None:
     """Measure and print upgrades on photos, with seeds of gallery, queries and pairs."""
     embedded, labels_N = load_photos(sorted({name for upgrade in upgrades for name in upgrade}))
-    columns = {count: [Column(f"{old} → {new}".replace("mobilenet_", "")) for old, new in upgrades] for count in PHOTO_PAIRS}
+    names = [f"{old} → {new}".replace("mobilenet_", "") for old, new in upgrades]
+    columns = {count: [Column(name, maps) for name in names] for count in PHOTO_PAIRS}
     for seed in range(seeds):
         rows_Q, rows_G = np.split(np.random.default_rng(seed).permutation(len(labels_N)), [QUERIES])
 
@@ -264,12 +286,25 @@ def show(title: str, columns: Sequence[Column], *metrics: str) -> None:
     """Print results and gains of every row, then agreement beside the first metric."""
     names = " | ".join(f"{column.name}: {metric}" for column in columns for metric in metrics)
     console.print(f"\n| {title} | {names} | mean gain, {metrics[0]} |\n|---|{'---:|' * (len(columns) * len(metrics) + 1)}")
-    for row in (OLD, *(name + way for name in SOLVERS for way in ("", HALF_WAY)), NEW):
+    for row in (OLD, *(name + way for name in columns[0].maps for way in ("", HALF_WAY)), NEW):
         cells = " | ".join(column.gain(row, metric) for column in columns for metric in metrics)
         known = [column for column in columns if (row, metrics[0]) in column.values]
         gains = [column.mean(row, metrics[0]) - column.mean(OLD, metrics[0]) for column in known]
         console.print(f"| {row} | {cells} | {f'{np.mean(gains):+.1f}' if gains else ''} |")
-    show_agreement(title, columns, metrics[0])
+    if columns[0].maps is SOLVERS:
+        show_agreement(title, columns, metrics[0])
+    else:
+        show_gains(title, columns, metrics[0])
+
+
+def show_gains(title: str, columns: Sequence[Column], metric: str) -> None:
+    """Print what each variant of the whitened map adds to it, alone and half-way."""
+    console.print(
+        f"\n| {title}: gain over {WHITENED} | {' | '.join(column.name for column in columns)} |\n|---|{'---:|' * len(columns)}"
+    )
+    for row, base in ((name + way, WHITENED + way) for name in VARIANTS for way in ("", HALF_WAY) if name != WHITENED):
+        cells = " | ".join(gain_with_interval(*column.compare(row, metric, base)) for column in columns)
+        console.print(f"| {row} | {cells} |")
 
 
 def show_agreement(title: str, columns: Sequence[Column], metric: str) -> None:
@@ -287,17 +322,23 @@ def show_agreement(title: str, columns: Sequence[Column], metric: str) -> None:
         console.print(f"| rank correlation, {name} | {ranks} |\n| {metric} lost by agreement, {name} | {lost} |")
 
 
+def run_variants(seeds: int) -> None:
+    """Measure variants of the whitened map on texts and photos."""
+    run_texts(seeds, VARIANTS)
+    run_photos(seeds, PHOTO_UPGRADES, VARIANTS)
+
+
 def main() -> None:
     """Measure every upgrade, and print tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=5, help="Number of seeds.")
-    parser.add_argument("--only", choices=("texts", "photos", "stronger", "fine-tuned"), help="Measure only one set.")
+    parser.add_argument("--only", choices=("texts", "photos", "stronger", "variants", "fine-tuned"), help="Measure only one set.")
     options, started = parser.parse_args(), time.monotonic()
     runs = {"texts": run_texts, "photos": partial(run_photos, upgrades=PHOTO_UPGRADES)}
     runs |= {"stronger": partial(run_photos, upgrades=STRONGER_UPGRADES)}
-    runs |= {"fine-tuned": partial(run_photos, upgrades=FINE_TUNED_UPGRADES)}
+    runs |= {"variants": run_variants, "fine-tuned": partial(run_photos, upgrades=FINE_TUNED_UPGRADES)}
     for name, run in runs.items():
-        if options.only == name or (options.only is None and name != "fine-tuned"):
+        if options.only == name or (options.only is None and name not in ("variants", "fine-tuned")):
             run(options.seeds)
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("torch", "numpy", "scipy"))
     minutes = (time.monotonic() - started) / 60

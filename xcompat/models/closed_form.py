@@ -64,6 +64,11 @@ class Moments:
             raise XcompatError("a closed-form map needs paired embeddings, but there are none; check both models' embeddings")
         return cls(count, *map(torch.from_numpy, sums))
 
+    def plus(self, other: Moments, share: float = 1.0) -> Moments:
+        """Return the moments of both sets of pairs; each pair of the other set counts as ``share`` pairs."""
+        sums = {name: mine + share * getattr(other, name) for name, mine in vars(self).items() if name != "count"}
+        return Moments(self.count + round(share * other.count), **sums)
+
     def means(self) -> tuple[Tensor, Tensor]:
         """Return the mean new embedding (D,) and the mean old embedding (d,)."""
         return self.new_D / self.count, self.old_d / self.count
