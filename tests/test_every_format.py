@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import os
+import shutil
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -148,6 +150,33 @@ def test_a_gallery_is_built_from_it(place: tuple[str, str], tmp_path: Path, run_
     with Gallery.open("built") as gallery:
         hits = gallery.search(OLD[[7, 31]], Fingerprint.from_string("clip-b32"), top_k=1)
         assert len(gallery) == COUNT and [each[0].id for each in hits] == [IDS[7], IDS[31]]
+
+
+def test_the_other_columns_of_vectors_become_metadata(tmp_path: Path, run_xcompat: Run) -> None:
+    days = [datetime.date(2020, 1, 1 + row % 28) for row in range(COUNT)]
+    table = {"id": IDS, "text": [f"item {name}" for name in IDS], "day": days, "embedding": list(OLD), "other": list(NEW)}
+    formats.pq.write_table(formats.pa.table(table), tmp_path / "a.parquet")
+    points = [{"id": name, "vector": row.tolist(), "payload": {"title": f"t{name}"}} for name, row in zip(IDS, OLD, strict=True)]
+    points[3]["vector"] = [0.0] * DIM  # not usable: skipped, with its metadata
+    (tmp_path / "q.jsonl").write_text("".join(json.dumps(point) + "\n" for point in points))
+
+    def metadata_of(*typed: object) -> object:
+        shutil.rmtree(tmp_path / "gallery", ignore_errors=True)
+        code, out, err = run_xcompat("gallery", "build", *typed, "--model", "clip-b32", "--out", tmp_path / "gallery")
+        assert code == 0, out + err
+        with Gallery.open(tmp_path / "gallery") as gallery:
+            (hits,) = gallery.search(OLD[[31]], Fingerprint.from_string("clip-b32"), top_k=1)
+        return hits[0].metadata
+
+    columns = (tmp_path / "a.parquet", "--vector-name", "embedding")
+    assert metadata_of(*columns) == {"text": "item 031", "day": "2020-01-04"}
+    assert metadata_of(*columns, "--metadata", "day") == {"day": "2020-01-04"}
+    assert metadata_of(*columns, "--no-metadata") is None
+    assert metadata_of(tmp_path / "q.jsonl", "--max-bad-share", 0.5) == {"title": "t031"}
+    command = ("--model", "clip-b32", "--out", tmp_path / "new")
+    assert "did you mean 'day'?" in run_xcompat("gallery", "build", *columns, "--metadata", "days", *command)[2]
+    np.savez(source := tmp_path / "a.npz", ids=IDS, vectors=OLD)
+    assert "--metadata needs a table of vectors" in run_xcompat("gallery", "build", source, "--metadata", "day", *command)[2]
 
 
 def test_a_gallery_of_vectors_continues_and_refuses_what_does_not_fit(tmp_path: Path, run_xcompat: Run) -> None:

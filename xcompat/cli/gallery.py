@@ -25,6 +25,7 @@ from xcompat.cli.opening import (
     open_index,
     open_searched,
     open_store,
+    read_columns,
     read_stored,
     require_ids_of_index,
     require_index_ids,
@@ -138,15 +139,15 @@ def build(
 ) -> None:
     """Build a gallery from images, texts, or vectors. To continue an interrupted build, run the same command again.
 
-    --model embeds images and texts. For vectors, it is the model that made them, and its name is enough. Of a table with texts
-    and vectors, xcompat embeds the texts unless --vector-name is set.
+    --model embeds images and texts. For vectors, it is the model that made them, and its name is enough. If a table has texts and
+    vectors, --vector-name chooses the vectors. The other columns become metadata.
     """
     from xcompat.retrieval import argument_checks, commands
 
     argument_checks.require_named(model)
     texts = _set_options(text_column=text_column, id_column=id_column, words=words, overlap=overlap, keep_text=keep_text)
     kept = _kept_columns(metadata, no_metadata)
-    of_items = dtype is not None or kept is not True or side_info is not None
+    of_items = dtype is not None or side_info is not None
     if from_faiss is not None:
         of_vectors = index is not None or dtype is not None or vector_name is not None
         if source is not None or of_vectors or texts or kept is not True or max_bad_share is not None or side_info is not None:
@@ -156,7 +157,8 @@ def build(
         if of_items or set(texts) - {"id_column"}:
             raise XcompatError(f"{shown(source)} holds vectors: remove --dtype, --side-info and the options of images and texts")
         read = partial(read_stored, source, ids, id_column, vector_name)
-        commands.build_from_vectors(out, read, shown(source), model, index, max_bad_share)
+        told = read_columns(source, id_column, vector_name, kept)
+        commands.build_from_vectors(out, read, shown(source), model, index, max_bad_share, told)
     elif ids is not None:
         raise XcompatError("--ids works only with vectors; remove it, or choose a column of texts with --id-column")
     elif source is not None:

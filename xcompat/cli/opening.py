@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -75,6 +76,18 @@ def read_stored(source: str, ids: Path | None, id_column: str | None, vector_nam
     places.require_existing(place)
     places.require_reading([place], reading)
     return places.read_named(place, reading)
+
+
+def read_columns(
+    source: str, id_column: str | None, vector_name: str | None, kept: bool | list[str]
+) -> Iterator[dict[str, object]] | None:
+    """Read the other columns of a table of vectors, as metadata."""
+    from xcompat.retrieval.table_metadata import read_metadata
+    from xcompat.stores import places
+    from xcompat.vectors import Columns
+
+    place = places.parse_place(source)
+    return read_metadata(place if isinstance(place, Path) else None, Columns(id_column, vector_name), kept)
 
 
 def shown(source: str) -> str:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
+from itertools import compress, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -68,16 +70,18 @@ def adopt(folder: Path, index: Path, ids: Path | None, model: str) -> None:
 
 def _load_maker(model: str) -> Model:
     """Load the model that made vectors. If it cannot be loaded, its name identifies it."""
+    from xcompat.encoders import is_loadable
+
     announce_loading(model)
     from xcompat.models.embedder import load_embedder, named_fingerprint
 
     silence_libraries()
-    try:
-        return load_embedder(model)
-    except XcompatError:
-        version = named_fingerprint(model)
-        console.print(f"[yellow]![/] {literal(model)} cannot embed here: the gallery accepts only queries of {literal(version)}")
-        return version
+    if is_loadable(model):
+        with suppress(XcompatError):
+            return load_embedder(model)
+    version = named_fingerprint(model)
+    console.print(f"[yellow]![/] {literal(model)} cannot embed here: the gallery accepts only queries of {literal(version)}")
+    return version
 
 
 def build_from_vectors(
@@ -87,6 +91,7 @@ def build_from_vectors(
     model: str,
     index: str | None,
     max_bad_share: float | None,
+    metadata: Iterator[dict[str, object]] | None = None,
 ) -> None:
     """Copy stored vectors with ids into a new gallery, or into one that was built from a part of them.
 
@@ -97,6 +102,7 @@ def build_from_vectors(
         model: the model that made them, or its name.
         index: faiss factory string, or None.
         max_bad_share: largest share of rows without a usable embedding, which are skipped; None for the default.
+        metadata: metadata of each row, in their order.
 
     Raises:
         XcompatError: they are unusable, have another dimension than the model, or an id is in the gallery with another model.
@@ -108,6 +114,7 @@ def build_from_vectors(
         notice(line)
     rows_N = np.flatnonzero(found.usable_N)
     ids, version = [(vectors.ids or [])[row] for row in rows_N.tolist()], _load_maker(model)
+    about = None if metadata is None else compress(metadata, found.usable_N)
     from xcompat.retrieval.embedded_queries import require_dim
 
     dim = found.rows_ND.shape[1]
@@ -119,7 +126,9 @@ def build_from_vectors(
         for start in range(0, len(ids), BLOCK):
             new_n = start + np.flatnonzero(~known_N[start : start + BLOCK])
             block_ND = np.asarray(found.rows_ND[rows_N[new_n]], np.float32)
-            gallery.add(block_ND, [ids[row] for row in new_n.tolist()], version=version)
+            described = None if about is None else list(islice(about, min(BLOCK, len(ids) - start)))
+            new_metadata = None if described is None else [described[row - start] for row in new_n.tolist()]
+            gallery.add(block_ND, [ids[row] for row in new_n.tolist()], new_metadata, version)
         gallery.commit("build")
     there = f", {int(known_N.sum()):,} were there already" if known_N.any() else ""
     console.print(f"[green]✓[/] {int((~known_N).sum()):,} vectors of {literal(version)} added to {literal(folder)}{there}")
