@@ -156,7 +156,7 @@ def test_new_collection_settings(server: Server, vectors: np.ndarray, mapping: M
     client.upload_collection("items_v1", vectors, ids=range(N), wait=True)
     alias(client)
     waited: list[float] = []
-    monkeypatch.setattr("xcompat.stores.qdrant.time.sleep", waited.append)
+    monkeypatch.setattr("xcompat.stores.qdrant_store.time.sleep", waited.append)
     store = opened(address(server))
     migration.start(store, mapping, "items_v2", dtype="float16")
     server.statuses = ["green", "yellow", "yellow", "green"]

@@ -27,7 +27,7 @@ ZEROS = (470, 994)
 STORES = {
     "chroma": ("chroma", "ChromaStore", "chromadb"),
     "lancedb": ("lancedb", "LanceStore", "lancedb"),
-    "qdrant": ("qdrant", "QdrantStore", "qdrant_client"),
+    "qdrant": ("qdrant_store", "QdrantStore", "qdrant_client"),
     "milvus": ("milvus", "MilvusStore", "pymilvus"),
     "sqlite": ("sqlite", "SqliteStore", "apsw"),
 }

@@ -18,16 +18,19 @@ from qdrant_client.common.client_exceptions import ResourceExhaustedResponse
 from qdrant_client.http.exceptions import ResponseHandlingException, UnexpectedResponse
 
 from xcompat.core.errors import XcompatError, nearest
+from xcompat.core.fingerprint import Fingerprint
 from xcompat.retrieval.manifest import Metric
-from xcompat.stores.base import LostConnectionError
+from xcompat.stores.base import LostConnectionError, Space
 from xcompat.stores.uri import StoreUri
 
 OLDEST = (1, 16)
 """First version with collection metadata."""
 SECONDS = 60
 """Timeout of a request."""
+MARK = "xcompat_"
+"""Prefix of our metadata keys."""
 STATE = "xcompat_state"
-"""Payload key of a copied point: hash of its source point."""
+"""Payload key or vector of a point: hash of the source of its new vector."""
 METRICS: dict[models.Distance, Metric] = {
     models.Distance.COSINE: "cosine",
     models.Distance.DOT: "ip",
@@ -35,14 +38,25 @@ METRICS: dict[models.Distance, Metric] = {
 }
 
 
-def connect(uri: StoreUri) -> tuple[QdrantClient, str, bool]:
+class Connection(NamedTuple):
+    """Open client.
+
+    Args:
+        client: the client.
+        name: name of the collection or alias.
+        embedded: whether it is a local folder.
+    """
+
+    client: QdrantClient
+    name: str
+    embedded: bool
+
+
+def connect(uri: StoreUri) -> Connection:
     """Open a server or a folder.
 
     Args:
         uri: ``qdrant://host:6333/items``, ``qdrants://…`` for https, or ``qdrant:///folder/items`` for the local mode.
-
-    Returns:
-        The client, the collection's or alias's name, and whether it is a local folder.
     """
     folder, _, name = unquote(uri.parts.path).rpartition("/")
     if not name or (uri.parts.hostname and folder):
@@ -50,7 +64,7 @@ def connect(uri: StoreUri) -> tuple[QdrantClient, str, bool]:
     if uri.parts.username or uri.parts.password:
         raise XcompatError(f"{uri}: Qdrant has no users; set the environment variable QDRANT_API_KEY instead")
     if uri.parts.hostname is None:
-        return _local(uri, Path(folder or "/")), name, True
+        return Connection(_local(uri, Path(folder or "/")), name, embedded=True)
     scheme = "https" if uri.parts.scheme == "qdrants" else "http"
     key = uri.options.get("api_key") or os.environ.get("QDRANT_API_KEY")
     address = f"{scheme}://{uri.parts.netloc}"
@@ -59,7 +73,7 @@ def connect(uri: StoreUri) -> tuple[QdrantClient, str, bool]:
         version = client.info().version
     if tuple(int(part) for part in version.split(".")[:2]) < OLDEST:
         raise XcompatError(f"{uri} is Qdrant {version}, which has no collection metadata; use 1.16 or later")
-    return client, name, False
+    return Connection(client, name, embedded=False)
 
 
 def _local(uri: StoreUri, folder: Path) -> QdrantClient:
@@ -95,6 +109,22 @@ def _error_message(error: UnexpectedResponse) -> str:
         return f"{error.status_code} {error.reason_phrase}"
 
 
+def collection_named(uri: StoreUri, client: QdrantClient, name: str) -> str:
+    """Return the collection of a name or alias."""
+    with plain_errors(uri):
+        known = {alias.alias_name: alias.collection_name for alias in client.get_aliases().aliases}
+        others = {found.name for found in client.get_collections().collections} if name not in known else {}
+    if name not in known and name not in others:
+        raise XcompatError(f"{uri}: there is no collection {name!r}; {nearest(name, sorted({*known, *others}))}")
+    return known.get(name, name)
+
+
+def metadata_of(info: models.CollectionInfo) -> dict[str, Any]:
+    """Return xcompat's metadata in a collection."""
+    found = info.config.metadata or {}
+    return {key.removeprefix(MARK): value for key, value in found.items() if key.startswith(MARK)}
+
+
 def vector_of(uri: StoreUri, info: models.CollectionInfo) -> str:
     """Return the vector name in the address, or the only vector's name. It can be empty."""
     found = dense_vectors(info)
@@ -123,6 +153,12 @@ def metric_of(uri: StoreUri, params: models.VectorParams) -> Metric:
     if given not in (None, found):
         raise XcompatError(f"{uri}: the collection has {params.distance} distance (metric={found}); remove metric=")
     return found
+
+
+def space_of(name: str, params: models.VectorParams, model: dict[str, str] | None) -> Space:
+    """Return the space of a vector, and its recorded model."""
+    dtype = params.datatype or models.Datatype.FLOAT32
+    return Space(name, params.size, dtype.value, Fingerprint(**model) if model else None)
 
 
 def made_like(info: models.CollectionInfo, vector: str, dim: int, dtype: str) -> dict[str, Any]:
@@ -173,10 +209,15 @@ def point_of(found: models.Record | models.ScoredPoint, vector: str, metric: Met
     own_D = np.asarray(vectors.pop(vector, []), np.float64)
     found.vector = vectors  # type: ignore[assignment]
     found.payload = {key: value for key, value in (found.payload or {}).items() if key != STATE}
-    hashed_D = own_D / (np.linalg.norm(own_D) or 1) if metric == "cosine" else own_D
-    digest = xxhash.xxh3_64(hashed_D.astype(np.float32).tobytes())
+    digest = hash_vector(own_D, metric)
     digest.update(json.dumps([found.payload, vectors], sort_keys=True, default=lambda value: value.model_dump()).encode())
     return Point(found, own_D.astype(np.float32) if own_D.size else None, digest.hexdigest())
+
+
+def hash_vector(vector_D: NDArray[np.float64], metric: Metric) -> xxhash.xxh3_64:
+    """Return a hash of a vector. Under cosine, it is the direction's."""
+    hashed_D = vector_D / (np.linalg.norm(vector_D) or 1) if metric == "cosine" else vector_D
+    return xxhash.xxh3_64(hashed_D.astype(np.float32).tobytes())
 
 
 def point_id(text: str | None) -> models.ExtendedPointId | None:
