@@ -65,6 +65,7 @@ class Scene:
 SCENES = {
     "PostgreSQL": Scene(store_servers.postgres_server, "pgvector"),
     "Qdrant": Scene(store_servers.qdrant_server, "qdrant"),
+    "Qdrant in place": Scene(store_servers.qdrant_server_in_place, "qdrant"),
     "LanceDB": Scene(store_servers.lance_folder, "lancedb"),
     "Milvus Lite": Scene(store_servers.milvus_server, "milvus"),
     "Chroma": Scene(store_servers.chroma_server, "chroma"),

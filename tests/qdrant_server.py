@@ -23,7 +23,7 @@ PARAMS = ("shard_number", "replication_factor", "write_consistency_factor", "on_
 class Server:
     """A server on loopback, which reports ``statuses`` of collections, one after the other, before it reports green."""
 
-    def __init__(self, key: str | None = None, reader: str | None = None, version: str = "1.17.0") -> None:
+    def __init__(self, key: str | None = None, reader: str | None = None, version: str = "1.20.0") -> None:
         self.key, self.reader, self.version = key, reader, version
         self.statuses: list[str] = []
         self.answers = 10**9
@@ -33,6 +33,7 @@ class Server:
         self.engine = engine
         self.made: dict[str, dict[str, Any]] = {}
         self.indexed: dict[str, dict[str, Any]] = {}
+        self.vectors: dict[tuple[str, str], dict[str, Any]] = {}
         server = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -68,6 +69,8 @@ class Server:
             return 200, {"title": "a stand-in", "version": self.version}
         try:
             return 200, {"result": self.result(method, path, json.loads(body or b"{}")), "status": "ok", "time": 0.0}
+        except KeyError as error:
+            return 404, {"status": {"error": f"Not found: No point with id {error} found"}, "time": 0.0}
         except ValueError as error:
             return 400, {"status": {"error": f"Wrong input: {error}"}, "time": 0.0}
 
@@ -79,6 +82,8 @@ class Server:
         if path == "/collections/aliases":
             return self.engine.update_collection_aliases(models.ChangeAliasesOperation(**body).actions)
         name, _, verb = path.removeprefix("/collections/").partition("/")
+        if verb.startswith("vectors/"):
+            return self.change_vector(name, verb.removeprefix("vectors/"), body if method == "PUT" else None)
         return getattr(self, f"{method}_{verb.replace('/', '_')}".rstrip("_").lower())(name, body)
 
     def get(self, name: str, _: Any) -> Any:
@@ -86,6 +91,9 @@ class Server:
         made = self.made.get(name, {})
         config = info["config"]
         config["params"].update({key: made[key] for key in PARAMS if key in made})
+        for vector, params in config["params"]["vectors"].items():
+            if (name, vector) in self.vectors:
+                params.update(self.vectors[name, vector])
         for key, value in made.items():
             if key.endswith("_config"):
                 known = config.get(other := key.replace("optimizers", "optimizer"))
@@ -100,7 +108,19 @@ class Server:
         return self.engine.create_collection(name, made.vectors, made.sparse_vectors, made.metadata)
 
     def patch(self, name: str, body: dict[str, Any]) -> Any:
-        return self.engine.update_collection(name, metadata=body["metadata"])
+        asked = models.UpdateCollection(**body)
+        for vector, change in (body.get("vectors") or {}).items():
+            self.vectors.setdefault((name, vector), {}).update(change)
+        return self.engine.update_collection(name, metadata=asked.metadata, vectors_config=asked.vectors)
+
+    def change_vector(self, name: str, vector: str, body: dict[str, Any] | None) -> Any:
+        """Add a named vector, or delete it; keep the number type, which the local mode ignores."""
+        self.vectors.pop((name, vector), None)
+        if body is None:
+            return plain(self.engine.delete_vector_name(name, vector))
+        asked = models.DenseVectorNameConfig(**body)
+        self.vectors[name, vector] = {"datatype": asked.dense.datatype} if asked.dense.datatype else {}
+        return plain(self.engine.create_vector_name(name, vector, asked))
 
     def delete(self, name: str, _: Any) -> Any:
         return self.engine.delete_collection(name)
@@ -114,6 +134,10 @@ class Server:
 
     def put_points(self, name: str, body: dict[str, Any]) -> Any:
         return plain(self.engine.upsert(name, models.PointsList(**body).points))
+
+    def put_points_vectors(self, name: str, body: dict[str, Any]) -> Any:
+        asked = models.UpdateVectors(**body)
+        return plain(self.engine.update_vectors(name, asked.points, update_filter=asked.update_filter))
 
     def post_points(self, name: str, body: dict[str, Any]) -> Any:
         asked = models.PointRequest(**body)

@@ -55,6 +55,8 @@ class Readable(ABC):
     """By which it can compare."""
     shared = True
     """Whether several clients may open it at once."""
+    threads = True
+    """Whether two threads may write with one client."""
 
     def __init__(self) -> None:
         self.opened: list[Store] = []
@@ -86,6 +88,10 @@ class Place(Readable):
     """The name of a new space."""
     refusals: tuple[type[Exception], ...]
     """What its client raises where vectors have another dimension, or there is nothing of the name."""
+
+    def finished(self, space: str) -> str:
+        """Return the name of the searched space after a migration from a space."""
+        return space
 
     @abstractmethod
     def clear(self) -> None:
@@ -541,21 +547,90 @@ class QdrantPlace(Place):
 
 
 @contextmanager
-def qdrant_place(request: pytest.FixtureRequest, folder: Path) -> Iterator[Place]:
+def qdrant_place(folder: Path, kind: type[QdrantPlace] = QdrantPlace) -> Iterator[Place]:
     """Make an empty folder of the client's local mode."""
     from qdrant_client import QdrantClient
 
     QdrantClient(path=str(folder / "qdrant")).close()
-    yield QdrantPlace(f"qdrant://{folder}/qdrant")
+    yield kind(f"qdrant://{folder}/qdrant")
 
 
 @contextmanager
-def qdrant_server_place(request: pytest.FixtureRequest, folder: Path) -> Iterator[Place]:
+def qdrant_server_place(kind: type[QdrantPlace] = QdrantPlace) -> Iterator[Place]:
     """Start a stand-in for a server."""
     from qdrant_server import served
 
     with served() as server:
-        yield QdrantPlace(f"qdrant://127.0.0.1:{server.port}", server.client)
+        yield kind(f"qdrant://127.0.0.1:{server.port}", server.client)
+
+
+class QdrantVectorsPlace(QdrantPlace):
+    """A collection of Qdrant with a named vector, which is migrated in place.
+
+    Its services ask the metadata which vector is searched, as others change the name in their settings.
+    """
+
+    def __init__(self, address: str, engine: Any = None) -> None:
+        super().__init__(address, engine)
+        self.threads = self.shared  # the local mode has one transaction per collection
+
+    def uri(self, **options: str) -> str:
+        return super().uri(**{"in_place": "true", **options})
+
+    def finished(self, space: str) -> str:
+        return self.into
+
+    def fill(self, vectors_ND: NDArray[np.float32], metric: str = "cosine", prices: dict[int, int] | None = None) -> None:
+        distance = self.models.Distance({"cosine": "Cosine", "ip": "Dot", "l2": "Euclid"}[metric])
+        params, known = self.models.VectorParams(size=vectors_ND.shape[1], distance=distance), priced(len(vectors_ND), prices)
+        with self.client() as client:
+            client.create_collection("items_v1", {"embedding": params})
+            payloads = [{"price": price} for price in known.values()]
+            client.upload_collection("items_v1", {"embedding": vectors_ND}, payloads, [*known])
+            alias = self.models.CreateAlias(collection_name="items_v1", alias_name="items")
+            client.update_collection_aliases([self.models.CreateAliasOperation(create_alias=alias)])
+
+    def searched(self, client: Any) -> str:
+        """Return the name of the vector that services write and search."""
+        config = client.get_collection("items").config
+        names = config.params.vectors.keys()
+        begun = (config.metadata or {}).get("xcompat_in_place")
+        return str(begun["searched"]) if begun else next(name for name in ("embedding", self.into) if name in names)
+
+    def name(self, client: Any, space: str) -> str:
+        """Return the name of a space's vector."""
+        return {"embedding": self.searched(client), "embedding_before": "embedding"}.get(space, space)
+
+    def put(self, item: str, vector_D: NDArray[np.float32], price: int = 1) -> None:
+        with self.client() as client:
+            vector = {self.searched(client): vector_D.tolist()}
+            client.upsert("items", [self.models.PointStruct(id=int(item), vector=vector, payload={"price": price})])
+
+    def dim(self) -> int:
+        with self.client() as client:
+            return int(client.get_collection("items").config.params.vectors[self.searched(client)].size)
+
+    def names(self) -> list[str]:
+        with self.client() as client:
+            return [*super().names(), *sorted(client.get_collection("items").config.params.vectors)]
+
+    def rows(self) -> dict[str, dict[str, Any]]:
+        with self.client() as client:
+            has = self.models.HasVectorCondition(has_vector=self.searched(client))
+            points, _ = client.scroll("items", self.models.Filter(must=[has]), limit=100_000)
+            return {str(point.id): point.payload for point in points}
+
+    def vectors(self, space: str) -> dict[str, NDArray[np.float32]]:
+        with self.client() as client:
+            name = self.name(client, space)
+            points, _ = client.scroll("items", limit=100_000, with_vectors=[name])
+        found = {str(point.id): np.array(point.vector[name]) for point in points if name in (point.vector or {})}
+        return {item: (vector / (np.linalg.norm(vector) or 1)).astype(np.float32) for item, vector in found.items()}
+
+    def spoil(self, space: str, item: str, vector_D: NDArray[np.float32]) -> None:
+        with self.client() as client:
+            vector = {self.name(client, space): vector_D.tolist()}
+            client.update_vectors("items", [self.models.PointVectors(id=int(item), vector=vector)])
 
 
 class SqlitePlace(Place):
@@ -644,8 +719,10 @@ PLACES = {
     "chroma": chroma_place,
     "lancedb": lambda _, folder: nullcontext(LancePlace(folder)),
     "milvus": milvus_place,
-    "qdrant": qdrant_place,
-    "qdrant-server": qdrant_server_place,
+    "qdrant": lambda _, folder: qdrant_place(folder),
+    "qdrant-server": lambda *_: qdrant_server_place(),
+    "qdrant-in-place": lambda _, folder: qdrant_place(folder, QdrantVectorsPlace),
+    "qdrant-server-in-place": lambda *_: qdrant_server_place(QdrantVectorsPlace),
     "sqlite": sqlite_place,
 }
 """Name of a test -> what makes an empty database in a folder, or on a server that tests share."""

@@ -13,14 +13,14 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TypeAlias
 
 import postgres
-from store_places import ChromaPlace, LancePlace, MilvusPlace, Place, PostgresPlace, QdrantPlace, SqlitePlace
+from store_places import ChromaPlace, LancePlace, MilvusPlace, Place, PostgresPlace, QdrantPlace, QdrantVectorsPlace, SqlitePlace
 
 Connect: TypeAlias = Callable[[], Place]
 """Opens a client of its own, and makes nothing."""
@@ -66,7 +66,7 @@ def sqlite_file(folder: Path) -> Iterator[Connect]:
 
 
 @contextmanager
-def qdrant_server(folder: Path) -> Iterator[Connect]:
+def qdrant_server(folder: Path, kind: type[QdrantPlace] = QdrantPlace) -> Iterator[Connect]:
     """Run the stand-in for a server in a process of its own."""
     from qdrant_client import QdrantClient
 
@@ -75,9 +75,13 @@ def qdrant_server(folder: Path) -> Iterator[Connect]:
     process = fork.Process(target=_serve_qdrant, args=(theirs,), daemon=True)
     process.start()
     port = ours.recv()
-    yield lambda: QdrantPlace(f"qdrant://127.0.0.1:{port}", QdrantClient(f"http://127.0.0.1:{port}", check_compatibility=False))
+    yield lambda: kind(f"qdrant://127.0.0.1:{port}", QdrantClient(f"http://127.0.0.1:{port}", check_compatibility=False))
     process.kill()
     process.join()
+
+
+def qdrant_server_in_place(folder: Path) -> AbstractContextManager[Connect]:
+    return qdrant_server(folder, QdrantVectorsPlace)
 
 
 def _serve_qdrant(port: Connection) -> None:

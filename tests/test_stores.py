@@ -41,6 +41,9 @@ pytestmark = pytest.mark.usefixtures("few_searches")
 N, OLD_DIM, NEW_DIM = 300, 16, 24
 DAILY = ("postgresql", "qdrant")
 """Stores whose tests take a second; those of the others run nightly, but for a whole migration."""
+IN_PLACE = ("qdrant-in-place", "qdrant-server-in-place")
+SWITCHING = ("lancedb", "qdrant", "qdrant-server", *IN_PLACE)
+EMPTYING = ("postgresql", "lancedb", "qdrant", *IN_PLACE)
 every_store = pytest.mark.parametrize("place", PLACES, indirect=True)
 also_chroma = pytest.mark.parametrize("place", mostly_nightly(PLACES, (*DAILY, "chroma").__contains__), indirect=True)
 """A test of what Chroma does in two steps, such as to exchange two names."""
@@ -180,13 +183,15 @@ def test_a_migration(store: Store, place: Place, model: RidgeModel, vectors: np.
     migration.switch(store, mapping)
     migration.finish(place.open())
     store = place.open()
-    assert store.describe()["spaces"] == {space: NEW_DIM} and store.count() == N
+    assert store.describe()["spaces"] == {place.finished(space): NEW_DIM} and store.count() == N
     with pytest.raises(XcompatError, match="has no migration"):
         migration.status(store)
 
 
 def test_rows_changed_meanwhile_are_caught_up(store: Store, place: Place, model: RidgeModel, vectors: np.ndarray) -> None:
     """Each block is changed, deleted and added to after it was read and before it is written."""
+    if not place.threads:
+        pytest.skip("its client writes in one thread")
     steps, space = iter(range(10_000)), store.space
 
     def disturb(_: int) -> None:
@@ -221,7 +226,7 @@ def test_writes_after_a_rollback_beat_earlier_ones(store: Store, place: Place, m
     assert {"3", "5000"} < place.vectors(space).keys()
 
 
-@pytest.mark.parametrize("place", mostly_nightly(["lancedb", "qdrant", "qdrant-server"], "qdrant".__eq__), indirect=True)
+@pytest.mark.parametrize("place", mostly_nightly(SWITCHING, "qdrant".__eq__), indirect=True)
 def test_writes_after_switch_win_over_writes_during_switch(
     store: Store, place: Place, model: RidgeModel, vectors: np.ndarray, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -437,7 +442,7 @@ def test_rows_are_re_embedded(place: Place, vectors: np.ndarray, folder_of: dict
     assert place.open().describe()["fingerprint"] == embedder.fingerprint.digest
 
 
-@pytest.mark.parametrize("place", mostly_nightly([*DAILY, "sqlite"], DAILY.__contains__), indirect=True)
+@pytest.mark.parametrize("place", mostly_nightly([*DAILY, "sqlite", *IN_PLACE], DAILY.__contains__), indirect=True)
 def test_re_ranked_searches_fill_the_new_space_and_a_migration_fills_the_rest(
     place: Place, vectors: np.ndarray, folder_of: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -537,7 +542,7 @@ def test_rows_with_a_zero_vector_are_skipped(place: Place, model: RidgeModel, ve
     assert place.open().count() == N, "no row is lost"
 
 
-@pytest.mark.parametrize("place", mostly_nightly(["postgresql", "lancedb", "qdrant"], DAILY.__contains__), indirect=True)
+@pytest.mark.parametrize("place", mostly_nightly(EMPTYING, DAILY.__contains__), indirect=True)
 def test_rows_without_vector_are_named(store: Store, place: Place, model: RidgeModel, capsys: pytest.CaptureFixture[str]) -> None:
     place.empty("5")
     assert store.ids_without_vector(3) == ["5"]

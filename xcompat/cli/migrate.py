@@ -198,7 +198,10 @@ def switch(
     embed_with: EmbedWith = None,
     requests_per_minute: RequestsPerMinute = None,
 ) -> None:
-    """Rename the new vectors to the old name for all clients at once. The old vectors stay until `xcompat migrate finish`."""
+    """Rename the new vectors to the old name for all clients at once. The old vectors stay until `xcompat migrate finish`.
+
+    With in_place=true, Qdrant keeps both names, and your services must use the new name.
+    """
     store, source = _open_migration(uri, model, embed, image_folder, _Service(embed_with, requests_per_minute))
     from xcompat.stores import commands
 

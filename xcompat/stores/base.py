@@ -119,6 +119,7 @@ class Store(ABC):
         reports_version: whether ``version`` in hits is the searched version. Else it is the version last seen, and another
             process can have switched since.
         supports_cache: whether :meth:`read_current` works, so that re-ranked searches cache new embeddings.
+        renames: whether a switch gives the new vectors the old name. Else services must use their new name.
         condition: condition to limit the store's rows, None for all rows.
         models_record: key of the record with the spaces' models.
     """
@@ -129,6 +130,7 @@ class Store(ABC):
     supports_locking: ClassVar[bool] = False
     reports_version: ClassVar[bool] = False
     supports_cache: ClassVar[bool] = False
+    renames: ClassVar[bool] = True
     condition: str | None = None
     models_record: str = "spaces"
     _known: Space | None = None

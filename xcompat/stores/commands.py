@@ -299,10 +299,13 @@ def verify(store: Store, mapping: AnyVectorSource) -> dict[str, object]:
 def switch(store: Store, mapping: AnyVectorSource) -> None:
     """Switch to the new space."""
     done = migration.switch(store, mapping)
+    new, old = (done.space, done.before) if store.renames else (done.into, done.space)
     console.print(
-        f"[green]✓[/] {literal(done.space)} in {literal(store.uri)} has the new vectors, {literal(done.before)} the old ones; "
+        f"[green]✓[/] {literal(new)} in {literal(store.uri)} has the new vectors, {literal(old)} the old ones; "
         "search it with the --model of this migration now"
     )
+    if not store.renames:
+        _warn(f"your services must use the name {new} now: {old} is not renamed")
 
 
 def rollback(store: Store, can_delete: bool) -> None:
@@ -320,4 +323,5 @@ def rollback(store: Store, can_delete: bool) -> None:
 def finish(store: Store) -> None:
     """Delete the old space."""
     done = migration.finish(store)
-    console.print(f"[green]✓[/] deleted {literal(done.before)} from {literal(store.uri)}")
+    old = done.before if store.renames else done.space
+    console.print(f"[green]✓[/] deleted {literal(old)} from {literal(store.uri)}")

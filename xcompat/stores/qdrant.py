@@ -1,15 +1,29 @@
-"""Store for Qdrant."""
+"""Stores for Qdrant: migrated into a second collection, or in place."""
 
 from __future__ import annotations
 
-from xcompat.stores.qdrant_collections import connect
+from xcompat.core.errors import XcompatError
+from xcompat.stores.qdrant_collections import collection_named, connect, metadata_of, plain_errors
 from xcompat.stores.qdrant_store import QdrantStore
+from xcompat.stores.qdrant_vectors import RECORD, QdrantVectors
 from xcompat.stores.uri import StoreUri
 
-OPTIONS = ("vector", "metric", "api_key")
+OPTIONS = ("vector", "metric", "api_key", "in_place")
 
 
 def open_store(uri: str) -> QdrantStore:
-    """Open a collection by its address."""
+    """Open a collection by its address. A migration in place continues without ``in_place``."""
     parsed = StoreUri.parse(uri, OPTIONS)
-    return QdrantStore(parsed, connect(parsed))
+    if (given := parsed.options.get("in_place", "true")) != "true":
+        raise XcompatError(f"{parsed}: in_place={given} is unknown; use in_place=true, or remove it")
+    connection = connect(parsed)
+    name = collection_named(parsed, connection.client, connection.name)
+    with plain_errors(parsed):
+        known = metadata_of(connection.client.get_collection(name))
+    if RECORD in known:
+        return QdrantVectors(parsed, connection)
+    if "in_place" not in parsed.options:
+        return QdrantStore(parsed, connection)
+    if "migration" in known or "copies" in known:
+        raise XcompatError(f"{parsed} is already being migrated into a second collection; remove in_place=")
+    return QdrantVectors(parsed, connection)

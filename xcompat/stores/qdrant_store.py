@@ -299,9 +299,10 @@ class QdrantStore(Store):
     def add_space(self, name: str, dim: int, model: Fingerprint, dtype: str = "float32") -> None:
         aliases, names = self._aliases(), self._names()
         if self.space not in aliases:
+            or_else = ", or migrate in place with in_place=true" if self.vector else ""
             raise XcompatError(
                 f"{self.uri} is a collection, but a switch needs an alias; create an alias "
-                f"(client.update_collection_aliases), and use it in your services and in the address"
+                f"(client.update_collection_aliases), and use it in your services and in the address{or_else}"
             )
         for taken in (name, self.before):
             if taken in aliases or taken in names:
