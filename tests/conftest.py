@@ -33,7 +33,7 @@ from hypothesis import settings
 from PIL import Image
 from postgres import running
 
-from xcompat import FctModel, XbtModel, cli
+from xcompat import FctModel, XbtModel, XcompatError, cli
 from xcompat.core.progress import console
 from xcompat.data import glyphs
 from xcompat.encoders.standins import save_stand_in
@@ -342,6 +342,14 @@ def refused(result: tuple[int, str, str], expected: int = 2) -> str:
     lines = [line for line in error.splitlines() if line.strip() and "B/s]" not in line and "it/s]" not in line]
     assert code == expected and len(lines) == 1 and lines[0].startswith("xcompat: "), error
     return lines[0].removeprefix("xcompat: ")
+
+
+@contextmanager
+def raises_one_line(match: str) -> Iterator[pytest.ExceptionInfo[XcompatError]]:
+    """Expect an error of one line."""
+    with pytest.raises(XcompatError, match=match) as caught:
+        yield caught
+    assert "\n" not in str(caught.value)
 
 
 @contextmanager

@@ -16,8 +16,7 @@ from schedule import mostly_nightly
 from torch.nn import functional as F
 from transformers import AutoModel
 
-from xcompat import Fingerprint, MiniVec2VecConfig, MiniVec2VecModel, XcompatError
-from xcompat.core.errors import FingerprintMismatchError
+from xcompat import Fingerprint, FingerprintMismatchError, MiniVec2VecConfig, MiniVec2VecModel, XcompatError
 from xcompat.encoders import load_encoder
 from xcompat.encoders.base import Encoder
 from xcompat.encoders.penultimate import Penultimate
@@ -111,7 +110,6 @@ BACKBONE_OPTIONS: dict[str, dict[str, Any]] = {"bt2": {"extra_dim": 2, "dim": 6}
 
 
 def before_the_projection(architecture: str, encoder: Encoder, pixels: torch.Tensor) -> torch.Tensor:
-    """Compute with the library's image tower alone what its projection is given."""
     output = encoder.model.vision_model(pixel_values=pixels)
     return output.last_hidden_state[:, 0] if architecture == "blip" else output.pooler_output
 
@@ -155,7 +153,6 @@ def test_a_trained_projection_is_the_last_layer(method: str, image_folder_of: di
 
 @pytest.fixture
 def features(folder_of: dict[str, str], images: list[Image.Image]) -> torch.Tensor:
-    """Return the penultimate features (4, 32) of the tiny CLIP."""
     embedder = penultimate_embedder(load_embedder(folder_of["clip"]))
     return embedder.embed({"pixel_values": embedder.processor.images(images)}).clone()
 
@@ -195,9 +192,7 @@ def test_a_map_of_penultimate_features_keeps_the_new_model_as_it_is(
     assert other.fingerprint != plain.fingerprint and other.name == plain.name and (plain.dim, other.dim) == (16, 32)
 
 
-def test_maps_of_penultimate_features_start_at_procrustes(
-    folder_of: dict[str, str], old_folder: str, features: torch.Tensor
-) -> None:
+def test_penultimate_maps_start_at_procrustes(folder_of: dict[str, str], old_folder: str, features: torch.Tensor) -> None:
     model = on_penultimate(folder_of["clip"], features)
     directions = features / features.square().sum(dim=1, keepdim=True).sqrt()
     weight, bias = solve_procrustes(Moments.compute([(directions, unit(4, 4, 1))]), centre=True)
@@ -302,10 +297,10 @@ DIM, ROWS = 8, 600
 UNMATCHED = "the two spaces do not match: maps from two halves of the data agree by a cosine of .*, and 0.8 is needed"
 
 
-def cloud(seed: int, around: float = 0.3) -> torch.Tensor:
+def cloud(seed: int) -> torch.Tensor:
     draws = np.random.default_rng(seed)
     centres, shares = draws.normal(size=(10, DIM)), draws.dirichlet(np.full(10, 2))
-    rows = centres[draws.choice(10, ROWS, p=shares)] + 0.25 * draws.normal(size=(ROWS, DIM)) + around
+    rows = centres[draws.choice(10, ROWS, p=shares)] + 0.25 * draws.normal(size=(ROWS, DIM)) + 0.3
     return F.normalize(torch.tensor(rows, dtype=torch.float32), dim=-1)
 
 
@@ -343,8 +338,7 @@ def test_unpaired_sides_may_differ_but_must_match() -> None:
         unpaired().fit([(cloud(0)[:3], rotated()[:3].repeat(2, 1))])
     with pytest.raises(XcompatError, match="options.rounds is 0; give a number from 1"):
         unpaired(rounds=0)
-    """Another cloud, and the same one whose dimensions were shuffled one by one."""
     dimensions = torch.stack([shuffled(column, seed) for seed, column in enumerate(rotated().T)], dim=1)
-    for other in (cloud(7), dimensions):
+    for other in (cloud(7), dimensions):  # another cloud, and one whose dimensions were shuffled one by one
         with pytest.raises(XcompatError, match=UNMATCHED):
             unpaired().fit([(cloud(0), other)])

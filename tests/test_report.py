@@ -18,8 +18,7 @@ from rich.console import Console
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
-from xcompat.core.errors import XcompatError
-from xcompat.core.fingerprint import Fingerprint
+from xcompat import Fingerprint, XcompatError
 from xcompat.evaluation import (
     Criterion,
     Difference,
@@ -87,11 +86,6 @@ def folder(content: ReportContent, tmp_path_factory: pytest.TempPathFactory) -> 
     return page.parent
 
 
-@pytest.fixture
-def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("xcompat.report.report.draw_plots", lambda _: {})
-
-
 def files_of(folder: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
@@ -130,7 +124,6 @@ def test_everything_comes_back_from_disk(folder: Path, content: ReportContent) -
         assert label == given_label
         assert [(hit[1:], hit.image is None) for hit in hits] == [(hit[1:], hit.image is None) for hit in given_hits]
     blot = found.rows[0].hits[0].image
-    assert blot is not None
     assert blot.size == (160, 107)
     assert blot.getpixel((3, 3)) == (200, 30, 30)
 
@@ -153,7 +146,7 @@ def test_page_is_self_contained_and_says_every_number(folder: Path, content: Rep
     assert '<span title="/long/path/mobilenet_v1">mobilenet_v1</span> → ' in page
 
 
-def test_rendering_again_keeps_what_a_user_put_there(folder: Path, tmp_path: Path) -> None:
+def test_rendering_again_keeps_files_and_needs_no_data_file(folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder, tmp_path / "run" / "report")
     for name in ("notes.txt", "plots/thesis.pdf", "plots/recall-mine.png"):
         (tmp_path / "run" / "report" / name).write_text("mine")
@@ -162,9 +155,6 @@ def test_rendering_again_keeps_what_a_user_put_there(folder: Path, tmp_path: Pat
     (tmp_path / "run" / "report" / "plots" / "loss-7.png").write_bytes(b"")
     render_report(tmp_path / "run")
     assert files_of(tmp_path) == before
-
-
-def test_without_the_data_file_tables_remain(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "report.json").write_bytes((folder / "report.json").read_bytes())
     page = render_report(tmp_path).read_text()
     assert "Retrieval quality" in page
@@ -254,7 +244,7 @@ def test_what_is_luck_is_said_and_how_many_queries_would_tell(gains: list, answe
     assert luck.answer == answer and hint in luck.detail
 
 
-def test_small_bare_and_mapped_reports_render(tmp_path: Path, content: ReportContent, undrawn: None) -> None:
+def test_small_bare_and_mapped_reports_render(tmp_path: Path, content: ReportContent) -> None:
     contestants = EvaluatedModels(content.contestants.old, content.contestants.new_view)
     evaluation = evaluate(contestants, EvaluationOptions(ks=(1,), n_resamples=10))
     bare = ReportContent(evaluation, contestants, "ridge", tsne_pairs=4)
@@ -349,7 +339,6 @@ def places(value: object, path: tuple[str | int, ...] = ()) -> list[tuple[str | 
 
 
 def edited(document: object, data: st.DataObject) -> object:
-    """Return JSON of which one value is another or is gone."""
     document = json.loads(json.dumps(document))
     *parents, last = data.draw(st.sampled_from(places(document)[1:]))
     place = document
@@ -520,28 +509,21 @@ def test_ranges_of_classes_are_in_label_order_and_average_to_the_metric() -> Non
         assert lines[case.label].mean() == pytest.approx(100 * case.metrics["cmc@1"])
 
 
-def test_losses_are_data_and_a_curve(tmp_path: Path) -> None:
+def test_losses_and_costs_are_kept_and_shown(tmp_path: Path) -> None:
     losses = [LossPoint(step, step / 100, 2 / step, 1e-3) for step in (10, 20, 30)]
-    content = replace(labelled_content(), tsne_pairs=0, training={"a $trained$ <stage>": losses})
-    report = load_report(write_report(tmp_path, content).parent)
-    assert report.training == content.training
+    cost = Cost(1_234, 5_678_901, 640, 12_345, 3_000_000_000, "NVIDIA <H100>", 2, 0.123456, memory_is_own=True)
+    on_cpu = cost._replace(device="cpu", peak_memory=2_000_000_000)
+    costs = {"it": cost, "shared": on_cpu._replace(memory_is_own=False), "own": on_cpu}
+    content = replace(labelled_content(), tsne_pairs=0, seconds=dict.fromkeys([*costs, "unknown"], 9.0), costs=costs)
+    report = load_report(write_report(tmp_path, replace(content, training={"a $trained$ <stage>": losses})).parent)
+    assert report.training == {"a $trained$ <stage>": losses} and report.costs == costs
     (axes,) = draw_plots(report)["loss-0.png"].axes
     assert axes.lines[0].get_xydata().tolist() == [[each.step, each.loss] for each in losses]
     assert axes.get_title("left") == "a $trained$ <stage>"
     page = (tmp_path / "report" / "report.html").read_text()
     assert "Training loss" in page and "loss-0.png" in page
     assert "Training loss" not in render_html(replace(report, training={}), {})
-
-
-def test_the_page_says_what_each_stage_cost(tmp_path: Path) -> None:
-    cost = Cost(1_234, 5_678_901, 640, 12_345, 3_000_000_000, "NVIDIA <H100>", 2, 0.123456, memory_is_own=True)
-    on_cpu = cost._replace(device="cpu", peak_memory=2_000_000_000)
-    costs = {"it": cost, "shared": on_cpu._replace(memory_is_own=False), "own": on_cpu}
-    content = replace(labelled_content(), tsne_pairs=0, seconds=dict.fromkeys([*costs, "unknown"], 9.0), costs=costs)
-    report = load_report(write_report(tmp_path, content).parent)
-    assert report.costs == costs
     assert [each.own_memory for each in costs.values()] == [3_000_000_000, None, 2_000_000_000]
-    page = render_html(report, {})
     for said in ("1,234 of 5,678,901", "12,345", "3.0 GB</td>", "0.123 on 2 × NVIDIA &lt;H100&gt;", "<td>unknown</td><td></td>"):
         assert said in page, said
     assert page.count("2.0 GB of the whole process</td>") == 1 and page.count("2.0 GB</td>") == 1

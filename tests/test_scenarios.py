@@ -96,7 +96,7 @@ def rows_of(images: LabelledImages) -> list[int]:
     return [int(name) for name in images.dataset["id"]]
 
 
-def test_select_keeps_the_class_order_and_reindexing_does_not(labelled: LabelledImages) -> None:
+def test_subsets_keep_the_class_order_unless_reindexed(labelled: LabelledImages, tmp_path: Path) -> None:
     new = select_subset(labelled, Subset(scenario="open-class", fraction=0.4, side="new"))
     assert new.classes == labelled.classes
     assert new.present_classes() == ["c", "d", "e"]
@@ -106,16 +106,6 @@ def test_select_keeps_the_class_order_and_reindexing_does_not(labelled: Labelled
     assert alone.labels().tolist() == [0, 1, 2, 1, 0, 0]
     assert rows_of(alone) == rows_of(new) == [2, 3, 4, 5, 6, 11]
     assert alone.class_names() == new.class_names()
-
-
-@given(percent=percents, scenario=st.sampled_from(["extended-data", "extended-class", "open-class"]))
-def test_select_takes_the_side_it_is_told(labelled: LabelledImages, percent: int, scenario: Scenario) -> None:
-    expected = old_and_new_rows(labelled.labels(), 5, scenario, percent / 100)
-    for rows, side in zip(expected, ("old", "new"), strict=True):
-        assert rows_of(select_subset(labelled, Subset(scenario=scenario, fraction=percent / 100, side=side))) == rows.tolist()
-
-
-def test_select_by_class_names_and_limits(labelled: LabelledImages, tmp_path: Path) -> None:
     listed = select_subset(labelled, Subset(classes=["d", "a"]))
     assert listed.present_classes() == ["a", "d"]  # in class order, whatever the order of the list
     (tmp_path / "few.txt").write_text("d\na\n")
