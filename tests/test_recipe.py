@@ -15,7 +15,7 @@ import pytest
 import torch
 import webdataset as wds
 import yaml
-from conftest import Run, write_embeds
+from conftest import Run, recipe_of, write_embeds
 
 from xcompat.core.errors import XcompatError
 from xcompat.data.cache import cache_folder
@@ -32,7 +32,7 @@ from xcompat.training.data_checks import check_data
 from xcompat.training.dry_run import dry_run_recipe
 from xcompat.training.input_checks import find_missing_paths
 from xcompat.training.preflight import load_checked
-from xcompat.training.recipe import Recipe, load_recipe, parse_recipe
+from xcompat.training.recipe import Recipe, load_recipe
 from xcompat.training.stage_recipe import StageRecipe, usual_options
 from xcompat.training.values import check_options
 
@@ -98,7 +98,6 @@ def test_overrides(tmp_path: Path) -> None:
 
 
 def called(name: str) -> list[str]:
-    """Return overrides that call the stage so that another one is made from and compared with."""
     return [f"stages.0.name={name}", f"stages.1.projection=stage:{name}", f"stages.1.evaluation.compare_with=[{name}]"]
 
 
@@ -130,9 +129,7 @@ def test_stages_and_prompts_may_hold_any_text(tmp_path: Path, name: str) -> None
             "results as .slerp.; rename the stage",
         ),
         (called("old"), "stage 'pair': evaluation.compare_with names old, a name reserved in reports; rename the stage"),
-        (called("old+memory"), "evaluation.compare_with names old.memory, a name reserved"),
         (["stages.0.method=fct", "stages.0.options={}"], "compare_with names phi, which maps galleries, .*; remove it"),
-        (["stages.0.method=procrustes", "stages.0.options={direction: old_to_new}"], "names phi, which maps galleries"),
         (["stages.1.name=phi"], "two stages are called 'phi'"),
         (["stages.7.name=x"], "unknown stage 7; stages are numbered from 0 to 1, and named phi, pair"),
         (["prompt_lr_factor=-1"], "prompt_lr_factor: .*greater than 0"),
@@ -149,7 +146,6 @@ def test_stages_and_prompts_may_hold_any_text(tmp_path: Path, name: str) -> None
         (["training.max_steps=-5"], "training.max_steps: -5 trains nothing"),
         (["training.num_train_epochs=0", "training.max_steps=-1"], "num_train_epochs: 0 trains nothing; set more than 0"),
         (["training.log_level=loud"], "training.log_level: Input should be '.*', .* or '.*found 'loud'"),
-        (["training.weight_decay=.inf"], "training.weight_decay: Input should be a finite number, without quotes .found inf"),
         (["training.warmup_steps='3'"], "training.warmup_steps: Input should be a finite number, without quotes .found '3'"),
         (["stages.1.options={adapters: {lora: 4}}"], "options.adapters.lora: .*LoraSettings.*found 4"),
         (["stages.0.options.noise_std=high"], "options.noise_std: .*valid number.*found 'high'"),
@@ -270,7 +266,6 @@ def laughs(levels: int, item: str) -> str:
         (laughs(9, "[{}]"), "more than 100,000 values"),
         (laughs(9, "{{<<: [{}]}}"), "more than 100,000 values"),
         ("\n".join(["a0: &a0 {x: y}", *(f"a{n}: &a{n} [*a{n - 1}]" for n in range(1, 1000))]), "64 levels"),
-        ("options: " + "[" * 1000 + "]" * 1000, "64 levels"),
         ("\n".join(" " * n + f"k{n}:" for n in range(1000)) + " 1", "64 levels"),
         ("options: &a [*a]", "contains itself"),
         ("seed: " + "1" * 5000, "an unreadable integer"),
@@ -295,8 +290,8 @@ RAW: dict[str, Any] = {"method": "ridge", "old": "some/old", "new": "some/new", 
 
 
 def recipe_on_stand_ins(tmp_path: Path, **changes: Any) -> Recipe:
-    places = {"output_dir": str(tmp_path / "run"), "cache_dir": str(tmp_path / "cache")}
-    return parse_recipe({**RAW, **places, **changes}, "demo", "demo.yaml")
+    places: dict[str, Any] = {"output_dir": str(tmp_path / "run"), "cache_dir": str(tmp_path / "cache")}
+    return recipe_of(RAW, **places | changes)
 
 
 def test_every_missing_path_is_listed_and_the_rest_is_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -460,35 +455,34 @@ def test_dimensions_are_read_without_weights(folder_of: dict[str, str], image_fo
             weights.unlink()
         assert read_embedding_dim(EncoderSource(name=str(copy))) == dim, folder
     assert scratch_dim(ScratchSource(model={"model_type": "resnet", "depths": [3, 4, 6, 3]}, image_size=64)) == 2048
+    vgg = {"model_type": "timm_wrapper", "architecture": "vgg13_bn"}
+    for model in ({"model_type": "alexnet"}, {"model_type": "resnet"}, vgg):
+        encoder, _ = encoder_from_scratch(small_scratch(ScratchSource(model=model, image_size=224), 16))
+        assert sum(weights.numel() for weights in encoder.parameters()) < 50_000, model
 
 
-def classes_of(tmp_path: Path, **changes: Any) -> dict[str, Any]:
-    images = {"path": "some/images"}
-    data = {"images": images, "queries": {"path": "some/queries"}}
+def classes_of(**changes: Any) -> dict[str, Any]:
+    data = {"images": {"path": "some/images"}, "queries": {"path": "some/queries"}}
     return {"data": data, "new": {"name": "some/new", "model_type": "resnet"}, **changes}
 
 
-def test_real_dimensions_decide_not_those_of_stand_ins(tmp_path: Path) -> None:
-    """Old embeddings of 256 dimensions and a new backbone of 512: both are known from configurations alone."""
+def test_options_fit_real_dimensions_not_those_of_stand_ins(tmp_path: Path) -> None:
     old = save_stand_in(tmp_path / "old", "resnet", 256)
     new = save_stand_in(tmp_path / "new", "resnet", 512)
     for weights in (*Path(old).glob("*.safetensors"), *Path(new).glob("*.safetensors")):
         weights.unlink()
-    fits = classes_of(tmp_path, method="mixbct", old=old, new=new, options={"dim": 256})
+    fits = classes_of(method="mixbct", old=old, new=new, options={"dim": 256})
     assert dry_run_recipe(recipe_on_stand_ins(tmp_path, **fits)) == []
     with pytest.raises(XcompatError, match="256"):
         dry_run_recipe(recipe_on_stand_ins(tmp_path, **{**fits, "options": {"dim": 128}}))
-
-
-def test_options_fit_stored_embeddings_and_models_of_unknown_dimension(tmp_path: Path) -> None:
     folder = write_embeds(tmp_path / "stored", map(str, range(20)), image=np.eye(48, dtype=np.float32)[:20])
-    changes = classes_of(tmp_path, method="bct", old=str(folder), options={"dim": 40}, evaluation=None)
+    changes = classes_of(method="bct", old=str(folder), options={"dim": 40}, evaluation=None)
     with pytest.raises(XcompatError, match="48"):
         dry_run_recipe(recipe_on_stand_ins(tmp_path, **changes))
     assert dry_run_recipe(recipe_on_stand_ins(tmp_path, **{**changes, "options": {"dim": 48}})) == []
     changes |= {"method": "mixbct", "old": {"name": "some/old", "model_type": "resnet"}, "options": {"dim": 256}}
     assert dry_run_recipe(recipe_on_stand_ins(tmp_path, **changes)) == []
-    changes = classes_of(tmp_path, memory="classes", memory_codec="PQ64", method="ridge", old="some/old", new="some/new")
+    changes = classes_of(memory="classes", memory_codec="PQ64", method="ridge", old="some/old", new="some/new")
     assert dry_run_recipe(recipe_on_stand_ins(tmp_path, **changes)) == []
 
 
@@ -506,10 +500,3 @@ def test_searches_are_short_but_still_checked(tmp_path: Path, monkeypatch: pytes
             dry_run_recipe(recipe_on_stand_ins(tmp_path, method=method, options=options))
         with pytest.raises(XcompatError, match=next(iter(wrong))):
             dry_run_recipe(recipe_on_stand_ins(tmp_path, method=method, options=wrong))
-
-
-def test_large_architectures_have_small_stand_ins() -> None:
-    vgg = {"model_type": "timm_wrapper", "architecture": "vgg13_bn"}
-    for model in ({"model_type": "alexnet"}, {"model_type": "resnet"}, vgg):
-        encoder, _ = encoder_from_scratch(small_scratch(ScratchSource(model=model, image_size=224), 16))
-        assert sum(weights.numel() for weights in encoder.parameters()) < 50_000, model

@@ -14,7 +14,7 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from conftest import recipe_of, store
+from conftest import raw_recipe, recipe_of, store
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
@@ -22,7 +22,7 @@ from schedule import mostly_nightly
 from store_places import unit_vectors as unit
 from transformers import AutoModel
 
-from xcompat import Fingerprint, XcompatError
+from xcompat import CompatModel, FctConfig, FctModel, Fingerprint, XcompatError
 from xcompat.core.arrays import number_strings
 from xcompat.data import BadSamples, PairSource, flatten_captions, load_pairs
 from xcompat.data.pairs import rows_of_ids
@@ -35,8 +35,8 @@ from xcompat.mapping.candidates import LINES, Candidate, CandidateParts
 from xcompat.mapping.choice_report import as_json, choice_table, describe_choice
 from xcompat.mapping.folds import folds
 from xcompat.mapping.paired import PairedEmbeddings, SwappedEmbeddings, load_paired, number_groups
-from xcompat.methods import METHODS, FctConfig, FctModel
-from xcompat.models import CompatModel, describe_old
+from xcompat.methods import METHODS
+from xcompat.models import describe_old
 from xcompat.models.embedder import Embedder, load_checkpoint, load_embedder
 from xcompat.models.push import model_facts
 from xcompat.models.query_memory import QueryMemory
@@ -53,17 +53,9 @@ from xcompat.training.run import embed_recipe, run_recipe
 
 @pytest.fixture
 def raw(folder_of: dict[str, str], old_folder: str, pairs_folder: str, texts_file: str, tmp_path: Path) -> dict[str, Any]:
-    return {
-        "output_dir": str(tmp_path / "run"),
-        "cache_dir": str(tmp_path / "cache"),
-        "old": old_folder,
-        "new": folder_of["clip"],
-        "method": "projection",
-        "memory": "pairs",
-        "data": {"pairs": {"path": pairs_folder}, "texts": [{"path": texts_file}], "test": {"path": pairs_folder}},
-        "training": {"max_steps": 2, "per_device_train_batch_size": 8, "save_strategy": "no"},
-        "evaluation": {"resamples": 100, "ks": [1, 5], "examples": 1, "tsne_pairs": 0},
-    }
+    raw = raw_recipe(tmp_path, old_folder, folder_of["clip"], pairs_folder, texts=[{"path": texts_file}])
+    training = {"max_steps": 2, "per_device_train_batch_size": 8, "save_strategy": "no"}
+    return raw | {"method": "projection", "memory": "pairs", "training": training}
 
 
 def cases_of(folder: Path) -> dict[tuple[str, str], dict[str, float]]:
@@ -109,7 +101,6 @@ def test_what_a_caption_recalls_is_where_its_image_lies(folder_of: dict[str, str
     rows = np.arange(len(pairs))
     captioned = CaptionedEmbeddings(*(PairedEmbeddings(sides[0][kind], sides[1][kind], rows) for kind in (0, 1)))
     memory = CandidateParts(captioned).memory(Candidate("rotation", sharpness=1e7, share=1e6))
-    assert memory is not None
     (new_images, new_texts), (old_images, old_texts) = sides
     for asked, found in ((new_texts, old_images), (new_images, old_texts)):
         leant = memory(torch.from_numpy(asked), torch.zeros(len(rows), old_images.shape[1]))
@@ -118,23 +109,13 @@ def test_what_a_caption_recalls_is_where_its_image_lies(folder_of: dict[str, str
     assert torch.equal(memory.familiarity(memory.key_cosines(torch.from_numpy(new_texts))), torch.ones(len(rows)))
 
 
-def test_what_belongs_together_is_one_group() -> None:
+def test_groups_of_captions_are_numbered_in_little_memory(tmp_path: Path) -> None:
     images, texts = number_groups(
         ["a", "b", "c", "d", "e"], ["a", "a", "b", "c", "x"], ["red", "round", "round", "blue", "green"]
     )
     assert images[0] == images[1] and images[2] not in (images[0], -1), "images of captions that read alike belong together"
     assert images[3] == images[4] == -1 and texts[4] == -1, "an image without captions, a caption without an image"
     assert list(texts[:4]) == [images[0]] * 3 + [images[2]] and sorted({*images} - {-1}) == [0, 1]
-
-
-@given(st.lists(st.text(st.characters(exclude_characters="\0"), max_size=3)))
-def test_strings_are_numbered_as_numpy_does(names: list[str]) -> None:
-    distinct, places = number_strings(iter(names))
-    expected, inverse = np.unique(np.array(names, "U3"), return_inverse=True)
-    assert distinct == expected.tolist() and places.tolist() == inverse.tolist() and places.dtype == np.int64
-
-
-def test_one_long_caption_does_not_lengthen_the_others(tmp_path: Path) -> None:
     count = 10_000  # an array of NumPy holds 120 MB
     ids, captions = [str(row) for row in range(count)], [f"a dog {row}" for row in range(count - 1)] + ["x" * 3000]
     dataset = datasets.Dataset.from_dict({"id": captions})
@@ -149,6 +130,13 @@ def test_one_long_caption_does_not_lengthen_the_others(tmp_path: Path) -> None:
         assert tracemalloc.get_traced_memory()[1] < 30_000_000
     finally:
         tracemalloc.stop()
+
+
+@given(st.lists(st.text(st.characters(exclude_characters="\0"), max_size=3)))
+def test_strings_are_numbered_as_numpy_does(names: list[str]) -> None:
+    distinct, places = number_strings(iter(names))
+    expected, inverse = np.unique(np.array(names, "U3"), return_inverse=True)
+    assert distinct == expected.tolist() and places.tolist() == inverse.tolist() and places.dtype == np.int64
 
 
 def cache_of(folder: Path, embeds_ND: np.ndarray, kind: str) -> EmbeddingCache:
@@ -313,9 +301,7 @@ def turned() -> SwappedEmbeddings:
 
 
 def memory(codec: str | None = None, **settings: Any) -> QueryMemory:
-    worn = CandidateParts(turned(), codec=codec).memory(Candidate("rotation", **{"sharpness": 20.0, "share": 0.7, **settings}))
-    assert worn is not None
-    return worn
+    return CandidateParts(turned(), codec=codec).memory(Candidate("rotation", **{"sharpness": 20.0, "share": 0.7, **settings}))
 
 
 def mapping(made: str) -> CompatModel:
@@ -327,14 +313,8 @@ def mapping(made: str) -> CompatModel:
     return model
 
 
-def inputs(model: CompatModel, rows: int, seed: int = 1) -> list[torch.Tensor]:
-    dims = [OLD, *([3] if getattr(model.config, "side_info", None) else [])]
-    return [torch.from_numpy(unit(rows, dim, seed + dim)) for dim in dims]
-
-
 def test_what_is_mapped_leans_as_a_loop_over_classes_says() -> None:
     given, worn = pairs(), memory()
-    assert given.labels_N is not None
     old, own = unit(4, OLD, 1), unit(4, NEW, 2)
     state = {name: tensor.double().numpy() for name, tensor in worn.state_dict().items()}
 
@@ -359,7 +339,7 @@ def test_what_is_mapped_leans_as_a_loop_over_classes_says() -> None:
 @pytest.mark.parametrize("made", MADE)
 def test_an_upgrade_remembers_and_nothing_else_does(made: str, codec: str | None, tmp_path: Path) -> None:
     model, worn, queries = mapping(made), memory(codec), torch.from_numpy(unit(5, NEW, 3))
-    given = inputs(model, 5)
+    given = [torch.from_numpy(unit(5, dim, 1 + dim)) for dim in (OLD, *([3] if "side" in made else []))]
     own, before, stored_as, to = model.upgrade(*given), model.fingerprint(), model.stored_fingerprint(), upgraded_version(model)
     assert model.remember(worn) is model and torch.equal(model.own_upgrade(*given), own)
     leant = model.upgrade(*given)
@@ -436,7 +416,6 @@ def test_gains_are_of_new_queries_on_what_a_candidate_makes_of_the_old_gallery(o
         torch.manual_seed(1)
         model = FctModel(config).eval()
         given = SwappedEmbeddings(given.new_ND, given.old_Nd, given.labels_N, side_NS=unit(len(given), 3, 5))
-    assert given.labels_N is not None
     choice = choose(given, "open", lines={"map": lambda *_: model}, beside_line=True)
     assert choice.than is choice.trials[0] and choice.than.candidate == Candidate("map")
     assert all(trial.candidate.power is None for trial in choice.trials), "no transform is tried"
@@ -450,7 +429,6 @@ def test_gains_are_of_new_queries_on_what_a_candidate_makes_of_the_old_gallery(o
         rows = fold.queries["half of them new"]
         labels, old, new = given.labels_N[rows], torch.from_numpy(given.new_ND[rows]), given.old_Nd[rows]
         worn = CandidateParts(given.take(fold.fit_F)).memory(trial.candidate)
-        assert worn is not None
         side = [torch.from_numpy(given.side_NS[rows])] if given.side_NS is not None else []
         gallery = worn(old, model.own_upgrade(old, *side)).numpy()
         for values, asked, searched in ((found, new, gallery), (floor, old.numpy(), old.numpy())):

@@ -1,9 +1,11 @@
-"""A model that FSDP has cut into shards trains, and is saved whole."""
+"""Training on several processes: weights that FSDP has cut into shards, and batches of P classes with K images each."""
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,21 +16,24 @@ import torch.distributed as dist
 import warm
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
+from conftest import TEXTS, recipe_of
 from schedule import mostly_nightly
+from test_distributed import join_group
+from test_labelled_run import write_classes
 from torch.distributed.tensor import DTensor
-from torch.utils.data import default_collate
+from torch.utils.data import BatchSampler, default_collate
 
-from xcompat import Fingerprint, XcompatError
-from xcompat.methods import DirectModel, IndependentModel
-from xcompat.models import CompatModel, describe_old
+from xcompat import CompatModel, DirectModel, Fingerprint, IndependentModel, XcompatError
+from xcompat.data import ClassBalancedSampler, load_labelled
+from xcompat.methods import METHODS
+from xcompat.models import describe_old
 from xcompat.models.embedder import load_checkpoint
 from xcompat.training.cached_gradients import backward_in_mini_batches
+from xcompat.training.dry_run import dry_run_recipe
 from xcompat.training.sharding import gather_weights, shardable
 from xcompat.training.stage_recipe import StageRecipe
-from xcompat.training.trainer import StageTrainer, training_arguments
-from xcompat.training.training_sets import Data
-
-TEXTS = ["a cat", "two red shoes", "a dog in the snow", "greek small letter alpha"]
+from xcompat.training.trainer import StageTrainer, train, training_arguments
+from xcompat.training.training_sets import Data, labelled_data
 
 
 def _batch(model: CompatModel) -> dict[str, torch.Tensor]:
@@ -184,3 +189,98 @@ def test_the_trainer_shards_as_accelerate_does(kind: str, folder_of: dict[str, s
     """Weights in the layout of convolutions are refused, and so is a model that says nothing of its input's embeddings."""
     warm.spawn(_train_as_accelerate_shards, (folder_of[kind], str(tmp_path / "store"), str(tmp_path / "out")), processes=1)
     assert isinstance(load_checkpoint(str(tmp_path / "out" / "model")), DirectModel)
+
+
+BATCH = (
+    4  # of four classes with six images; in an epoch 6 batches of 2 classes with 2 images each, on one process or dealt to two
+)
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_classes(tmp_path_factory.mktemp("photos"), 6, seed=0)
+
+
+def learn(photos: str, encoder: str, folder: Path, **training: Any) -> tuple[list[list[int]], dict[str, torch.Tensor]]:
+    images = load_labelled(photos)
+    options = {"head": "triplet", "dim": 8}
+    training = {"num_train_epochs": 2, "per_device_train_batch_size": BATCH, "save_strategy": "steps", **training}
+    part = StageRecipe(
+        method="independent", new=encoder, options=options, data={"samples_per_class": 2}, training=training, evaluation=None
+    )
+    torch.manual_seed(0)
+    model = METHODS["independent"].from_encoder(encoder, classes=images.classes, **options)
+    data = labelled_data(part, images, model.processor, 0, {})
+    seen: list[list[int]] = []
+
+    def collate(items: Sequence[Mapping[str, Any]]) -> Any:
+        seen.append([item["index"] for item in items])
+        return data.collator(items)
+
+    trained = train(model, data._replace(collator=collate), part, 0, folder)
+    return seen, {name: value.clone() for name, value in trained.state_dict().items()}
+
+
+def drawn(photos: str) -> list[list[int]]:
+    sampler = ClassBalancedSampler(load_labelled(photos).labels(), 2, 2)
+    batches: list[list[int]] = []
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        batches += list(BatchSampler(sampler, BATCH, drop_last=True))
+    return batches
+
+
+def test_balanced_batches_continue_after_a_stop(photos: str, image_folder_of: dict[str, str], tmp_path: Path) -> None:
+    seen, weights = learn(photos, image_folder_of["resnet"], tmp_path, save_steps=8)
+    assert seen == drawn(photos) and len(seen) == 12
+    labels_N = load_labelled(photos).labels()
+    assert all(sorted(Counter(labels_N[batch].tolist()).values()) == [2, 2] for batch in seen)
+    assert seen[:6] != seen[6:], "each epoch has its own"
+    (tmp_path / "checkpoint-12" / "trainer_state.json").unlink()  # as a kill leaves it
+    again, same = learn(photos, image_folder_of["resnet"], tmp_path, save_steps=8)
+    assert again == seen[8:], "from the third batch of the second epoch"
+    for name, value in weights.items():
+        assert torch.equal(same[name], value), name
+
+
+def learn_on_a_rank(rank: int, photos: str, encoder: str, folder: str) -> None:
+    join_group(rank, folder)
+    runs = Path(folder) / "runs"
+    whole, _ = learn(photos, encoder, runs, save_steps=4)
+    dist.barrier()
+    if rank == 0:
+        (runs / "checkpoint-6" / "trainer_state.json").unlink()
+    dist.barrier()
+    rest, _ = learn(photos, encoder, runs, save_steps=4)
+    (Path(folder) / f"{rank}.json").write_text(json.dumps([whole, rest]))
+    dist.destroy_process_group()
+
+
+def test_two_processes_share_the_batches_of_one(photos: str, image_folder_of: dict[str, str], tmp_path: Path) -> None:
+    warm.spawn(learn_on_a_rank, (photos, image_folder_of["resnet"], str(tmp_path)))
+    ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+    wholes, rests = zip(*ranks, strict=True)
+    assert [batch for step in zip(*wholes, strict=True) for batch in step] == drawn(photos)
+    assert [batch for step in zip(*rests, strict=True) for batch in step] == drawn(photos)[8:], "in the middle of the epoch"
+
+
+def triplets_of(photos: str, batch: int, **data: Any) -> dict[str, Any]:
+    return {
+        "method": "independent",
+        "new": {"model": {"model_type": "resnet", "hidden_sizes": [8], "depths": [1], "layer_type": "basic"}, "image_size": 16},
+        "options": {"head": "triplet"},
+        "data": {"images": {"path": photos}, **data},
+        "training": {"per_device_train_batch_size": batch},
+    }
+
+
+def test_batches_that_classes_do_not_fill_are_refused(photos: str, image_folder_of: dict[str, str], tmp_path: Path) -> None:
+    for batch, each in ((30, 4), (4, 4), (8, 6)):
+        said = f"{each} images .data.samples_per_class. of two .*batch_size is {batch}; set it to a multiple of {each}, at least"
+        with pytest.raises(XcompatError, match=said):
+            recipe_of(triplets_of(photos, batch, samples_per_class=each))
+    with pytest.raises(XcompatError, match="classes_per_batch=8 exceeds the 4 classes"):
+        learn(photos, image_folder_of["resnet"], tmp_path, per_device_train_batch_size=16)
+    other_head = triplets_of(photos, 30) | {"options": {"head": "softmax"}}
+    assert recipe_of(other_head).stages[0].batch_size == 30
+    dry_run_recipe(recipe_of(triplets_of(photos, 64, samples_per_class=16)))  # on images of three classes
