@@ -1,20 +1,27 @@
-"""Galleries of texts: built, continued, upgraded and examined as those of images are, and searched by document."""
+"""Texts as items of every kind of table, with metadata; galleries of texts, and searches by document."""
 
 from __future__ import annotations
 
+import datetime
 import gzip
 import json
+import math
 import random
+from decimal import Decimal
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
+import datasets
 import datasets as hf
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from conftest import Run, store
+from hypothesis import given
+from hypothesis import strategies as st
 from numpy.typing import NDArray
 from PIL import Image
 from schedule import mostly_nightly
@@ -22,7 +29,9 @@ from transformers import pipeline
 
 from xcompat import Fingerprint, XcompatError
 from xcompat.core import progress
-from xcompat.data import contains_images
+from xcompat.core.json_values import JsonColumns
+from xcompat.core.surrogates import decode_utf8, replace_surrogates
+from xcompat.data import PairSource, TextSource, contains_images, load_pairs, load_text_items, split_passages
 from xcompat.models.embedder import Embedder, load_embedder
 from xcompat.retrieval import Gallery, Hit, searching
 from xcompat.retrieval.backfilling import Backfill
@@ -50,11 +59,6 @@ def documents(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_documents(tmp_path_factory.mktemp("documents") / "documents.jsonl.gz", range(DOCUMENTS))
 
 
-@pytest.fixture(scope="module")
-def newer(compatible_folder: str) -> str:
-    return compatible_folder
-
-
 def rows_of(gallery: Gallery) -> dict[str, tuple[NDArray[np.float32], Any]]:
     found = {}
     for segment in gallery.segments:
@@ -63,9 +67,7 @@ def rows_of(gallery: Gallery) -> dict[str, tuple[NDArray[np.float32], Any]]:
     return found
 
 
-def test_a_gallery_holds_each_text_as_embedded_alone(
-    run: Run, documents: Path, tmp_path: Path, old_folder: str, old: Embedder
-) -> None:
+def test_texts_are_stored_as_embedded_alone(run: Run, documents: Path, tmp_path: Path, old_folder: str, old: Embedder) -> None:
     gallery = tmp_path / "gallery"
     code, out, err = run("build", documents, "--model", old_folder, "--out", gallery)
     assert (code, err) == (0, "") and f"{DOCUMENTS} texts added" in out
@@ -75,8 +77,8 @@ def test_a_gallery_holds_each_text_as_embedded_alone(
         alone = old.embed(old.processor.texts(document(number)))[0]
         np.testing.assert_allclose(embeds, alone, atol=1e-5)
         assert about == {"year": 2000 + number % 3, "text": document(number)}
-    code, out, _ = run("build", documents, "--model", old_folder, "--out", gallery)
-    assert code == 0 and f"0 texts added to {gallery}, {DOCUMENTS} were there already" in " ".join(out.split())
+    out = run.output("build", documents, "--model", old_folder, "--out", gallery)
+    assert f"0 texts added to {gallery}, {DOCUMENTS} were there already" in " ".join(out.split())
     code, out, _ = run("search", gallery, document(7), "--model", old_folder, "--where", "year=2001", "--top-k", 3)
     rows = [line for line in out.splitlines() if "doc-" in line]
     assert code == 0 and len(rows) == 3 and "1.000" in rows[0] and document(7) in rows[0]
@@ -91,8 +93,8 @@ def test_other_texts_under_the_same_ids_are_refused_or_replaced(run: Run, tmp_pa
     run.output("build", numbered["one"], "--model", old_folder, "--out", gallery, kept)
     before = rows_of(Gallery.open(gallery))
     for verb in (("add", gallery, numbered["other"]), ("build", numbered["other"], "--out", gallery)):
-        code, _, err = run(*verb, "--model", old_folder, kept)
-        assert code == 2 and "has other texts under the same ids: '0' and 2 more" in err and len(err.splitlines()) == 1
+        err = run.refusal(*verb, "--model", old_folder, kept)
+        assert "has other texts under the same ids: '0' and 2 more" in err
         assert "--id-column" in err and "--replace" in err and Gallery.open(gallery).generation == 1
     code, out, _ = run("add", gallery, numbered["same"], "--model", old_folder, "--replace", kept)
     assert code == 0 and "0 texts added" in out and "3 were there already" in " ".join(out.split())
@@ -102,49 +104,47 @@ def test_other_texts_under_the_same_ids_are_refused_or_replaced(run: Run, tmp_pa
     assert not any(np.allclose(after[name][0], before[name][0]) for name in after)
 
 
-def test_passages_are_backfilled_within_budgets(run: Run, documents: Path, tmp_path: Path, old_folder: str, newer: str) -> None:
+def test_passages_are_backfilled(run: Run, documents: Path, tmp_path: Path, old_folder: str, compatible_folder: str) -> None:
     gallery = tmp_path / "gallery"
     run.output("build", documents, "--model", old_folder, "--out", gallery, *CUT)
     count = len(Gallery.open(gallery))
     assert count > DOCUMENTS
-    code, out, _ = run("upgrade", gallery, "--model", newer, "--backfill", documents, *CUT, "--budget", 20, "--dry-run")
-    assert code == 0 and f"20 of {count} texts to embed" in out
+    upgrade = ("upgrade", gallery, "--model", compatible_folder, "--backfill", documents, *CUT, "--budget", 20)
+    assert f"20 of {count} texts to embed" in run.output(*upgrade, "--dry-run")
     for _ in range(2):
-        run.output("upgrade", gallery, "--model", newer, "--backfill", documents, *CUT, "--budget", 20)
+        run.output(*upgrade)
     mixed = Gallery.open(gallery)
-    assert mixed.counts() == {load_embedder(newer).fingerprint: 40, load_embedder(old_folder).fingerprint: count - 40}
+    assert mixed.counts() == {load_embedder(compatible_folder).fingerprint: 40, load_embedder(old_folder).fingerprint: count - 40}
     assert {about["document"] for _, about in rows_of(mixed).values()} == {f"doc-{number}" for number in range(DOCUMENTS)}
-    out = run.output("doctor", gallery, "--model", newer, "--texts", documents, *CUT)
+    out = run.output("doctor", gallery, "--model", compatible_folder, "--texts", documents, *CUT)
     assert "not made by" in out
     (finding,) = [line for line in out.splitlines() if "made by this model" in line]
     assert "40" in finding and "none" in finding
 
 
-def test_texts_cut_otherwise_are_refused(run: Run, documents: Path, tmp_path: Path, old_folder: str, newer: str) -> None:
+def test_other_cuts_are_refused(run: Run, documents: Path, tmp_path: Path, old_folder: str, compatible_folder: str) -> None:
     gallery = tmp_path / "gallery"
     run.output("build", documents, "--model", old_folder, "--out", gallery, *CUT)
     before = Gallery.open(gallery).generation
     for cut in ((), ("--words", 3), ("--words", 8), ("--words", 5, "--overlap", 2)):
         for verb in (
             ("build", documents, "--model", old_folder, "--out", gallery),
-            ("upgrade", gallery, "--model", newer, "--backfill", documents),
+            ("upgrade", gallery, "--model", compatible_folder, "--backfill", documents),
             ("doctor", gallery, "--model", old_folder, "--texts", documents),
         ):
-            code, _, err = run(*verb, *cut)
-            assert code == 2 and err.count("\n") == 1 and "holds these texts cut differently" in err and "'doc-" in err
+            err = run.refusal(*verb, *cut)
+            assert "holds these texts cut differently" in err and "'doc-" in err
     run.output("build", documents, "--model", old_folder, "--out", tmp_path / "whole")
-    code, _, err = run("build", documents, "--model", old_folder, "--out", tmp_path / "whole", *CUT)
-    assert code == 2 and "cut differently (only the gallery has 'doc-0'" in err
+    err = run.refusal("build", documents, "--model", old_folder, "--out", tmp_path / "whole", *CUT)
+    assert "cut differently (only the gallery has 'doc-0'" in err
     assert Gallery.open(gallery).generation == before
     others = write_documents(tmp_path / "others.jsonl.gz", range(100, 103))
-    code, _, err = run("upgrade", gallery, "--model", newer, "--backfill", others, *CUT)
-    assert code == 2 and "texts is in" in err and "ids are set by --id-column, --words and --overlap" in err
+    err = run.refusal("upgrade", gallery, "--model", compatible_folder, "--backfill", others, *CUT)
+    assert "texts is in" in err and "ids are set by --id-column, --words and --overlap" in err
     assert "texts added" in run.output("add", gallery, others, "--model", old_folder, *CUT)
 
 
-def test_an_embedding_without_direction_is_named(
-    documents: Path, tmp_path: Path, old: Embedder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_zero_embeddings_are_named(documents: Path, tmp_path: Path, old: Embedder, monkeypatch: pytest.MonkeyPatch) -> None:
     texts = load_originals(documents)
     embed = texts.embed
 
@@ -162,7 +162,6 @@ def test_an_embedding_without_direction_is_named(
 
 
 def write_sources(folder: Path) -> None:
-    """Write every kind of source, each under a name that says what it holds."""
     image = Image.new("RGB", (8, 8), "red")
     for name in ("images", "images with captions", "images beside a text", "texts", "texts called metadata"):
         (folder / name).mkdir()
@@ -193,20 +192,19 @@ def test_what_a_source_holds_is_found_out(tmp_path: Path) -> None:
 
 
 def test_missing_towers(run: Run, documents: Path, tmp_path: Path, image_folder_of: dict[str, str], old_folder: str) -> None:
-    code, _, err = run("build", documents, "--model", image_folder_of["vit"], "--out", tmp_path / "g")
-    assert code == 2 and err.count("\n") == 1 and "embeds images only, but these are texts" in err
+    err = run.refusal("build", documents, "--model", image_folder_of["vit"], "--out", tmp_path / "g")
+    assert "embeds images only, but these are texts" in err
     texts_only = SimpleNamespace(name="m", processor=SimpleNamespace(image_size=(0, 0), max_length=16))
     Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
     with pytest.raises(XcompatError, match="m embeds texts only, but these are images"):
-        load_originals(tmp_path / "a.png").require(cast("Embedder", texts_only))
+        load_originals(tmp_path / "a.png").require(texts_only)
     for options, message in (
         (("--words", 3, "--overlap", 3), "overlap is 3 and words is 3"),
         (("--text-column", "txt"), "did you mean 'text'?"),
     ):
         assert message in run.refusal("build", documents, "--model", old_folder, "--out", tmp_path / "g", *options)
     assert not (tmp_path / "g").exists()
-    code, _, err = run("upgrade", tmp_path, "--model", "m", "--words", 3)
-    assert code == 2 and "--words applies to re-embedded texts: add --backfill" in err
+    assert "--words applies to re-embedded texts: add" in run.refusal("upgrade", tmp_path, "--model", "m", "--words", 3)
 
 
 OLD = Fingerprint.from_string("old")
@@ -278,17 +276,23 @@ def test_few_groups_are_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ca
 
 
 def test_the_command_and_the_pipeline_group(
-    run: Run, documents: Path, tmp_path: Path, old_folder: str, newer: str, monkeypatch: Any, caplog: pytest.LogCaptureFixture
+    run: Run,
+    documents: Path,
+    tmp_path: Path,
+    old_folder: str,
+    compatible_folder: str,
+    monkeypatch: Any,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     gallery = tmp_path / "gallery"
     run.output("build", documents, "--model", old_folder, "--out", gallery, *CUT)
-    code, out, _ = run("search", gallery, "a bear", "--model", newer, "--group-by", "document", "--top-k", 20)
+    code, out, _ = run("search", gallery, "a bear", "--model", compatible_folder, "--group-by", "document", "--top-k", 20)
     rows = [line.split("│") for line in out.splitlines() if "#" in line]
     assert code == 0 and len(rows) == 20 and len({cells[4].strip() for cells in rows}) == 20
     assert all(cells[3].strip().startswith(cells[4].strip() + "#") for cells in rows) and "document: " not in out
-    code, out, _ = run("search", gallery, "a bear", "--model", newer, "--group-by", "documnt")
+    code, out, _ = run("search", gallery, "a bear", "--model", compatible_folder, "--group-by", "documnt")
     assert code == 0 and "no hit has 'documnt' in its metadata" in out
-    find = pipeline("compatible-retrieval", model=newer, gallery=str(gallery), group_by="document")
+    find = pipeline("compatible-retrieval", model=compatible_folder, gallery=str(gallery), group_by="document")
     assert [hit.group for hit in find("a bear", top_k=20)] == [cells[4].strip() for cells in rows]
     with pytest.raises(XcompatError, match="the query is empty"):
         find("  ")
@@ -312,3 +316,211 @@ def test_impossible_queries_are_one_line(run: Run, tmp_path: Path, old_folder: s
     assert code == 0 and "query truncated to 16 tokens" in out
     (row,) = [line for line in out.splitlines() if "bears" in line]
     assert "[red]bears[/red] sleep sleep" in row and " … " in row and row.count("sleep") < 15
+
+
+DAY = datetime.datetime(2020, 1, 2, 3, 4, 5)
+
+
+def write_table(folder: Path) -> Path:
+    columns = {
+        "id": ["007", "010"],
+        "text": ["a bear", "a bee"],
+        "at": [DAY, None],
+        "day": [DAY.date(), DAY.date()],
+        "price": [Decimal("1.50"), Decimal("2.00")],
+        "thumb": [b"\0\1", b"\2"],
+        "score": [math.inf, math.nan],
+        "year": [2020, 2021],
+        "nested": [{"at": DAY, "tags": ["x", "y"]}, {"at": DAY, "tags": []}],
+    }
+    pq.write_table(pa.table(columns), folder / "t.parquet")
+    return folder / "t.parquet"
+
+
+def test_values_without_json_become_text_or_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    loaded = load_text_items(str(write_table(tmp_path)))
+    first, second = map(json.loads, loaded["metadata"][:])
+    stamp = "2020-01-02T03:04:05"
+    nested = {"at": stamp, "tags": ["x", "y"]}
+    assert first == {"at": stamp, "day": "2020-01-02", "price": "1.50", "score": "inf", "year": 2020, "nested": nested}
+    assert second["year"] == 2021 and "score" not in second and "at" not in second
+    said = capsys.readouterr().out.replace("\n", " ")
+    assert "metadata: price is kept as text, e.g. '1.50'; choose columns with --metadata COLUMN" in said
+    assert "metadata: thumb drops values of type bytes" in said
+
+
+@pytest.mark.parametrize(
+    ("options", "keys"),
+    [
+        (("--metadata", "year", "--metadata", "price"), {"year", "price", "text"}),
+        (("--no-metadata",), {"text"}),
+        (("--no-metadata", "--no-keep-text"), set()),
+    ],
+)
+def test_metadata_columns(options: tuple[str, ...], keys: set[str], run: Run, tmp_path: Path, folder_of: dict[str, str]) -> None:
+    table, gallery = write_table(tmp_path), tmp_path / "gallery"
+    run.output("build", table, "--model", folder_of["clip"], "--out", gallery, *options)
+    [about] = Gallery.open(gallery).metadata(["007"])
+    assert set(about or {}) == keys
+
+
+def test_wrong_metadata_options_are_one_line(run: Run, tmp_path: Path, folder_of: dict[str, str]) -> None:
+    build = ("build", write_table(tmp_path), "--model", folder_of["clip"], "--out", tmp_path / "g", "--metadata")
+    for options, said in ((["yaer"], "has no column 'yaer'; did you mean 'year'"), (["year", "--no-metadata"], "be combined")):
+        assert said in run.refusal(*build, *options) and not (tmp_path / "g").exists()
+
+
+def test_metadata_of_captions_and_of_python_become_json(tmp_path: Path) -> None:
+    Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
+    (tmp_path / "metadata.jsonl").write_text(
+        '{"file_name": "a.png", "text": "half \\ud83d", "score": Infinity, "colour": "red", "year": 2020}\n'
+    )
+    source = PairSource(path=str(tmp_path))
+    about = json.loads(load_pairs(source, metadata=True)[0]["metadata"])
+    assert about == {"score": "inf", "colour": "red", "year": 2020}
+    assert json.loads(load_pairs(source, metadata=["year"])[0]["metadata"]) == {"year": 2020}
+    assert load_pairs(source)[0]["caption"] == ["half \ufffd"]
+    empty = Gallery.create(tmp_path / "gallery", OLD, dim=4)
+    about = [{"at": pd.Timestamp(DAY), "nan": math.nan, "empty": "", "half": "\ud83d", "raw": b"x", "n": np.int64(3)}]
+    assert store(empty, np.eye(4)[:1], ["x"], about).metadata(["x"]) == [
+        {"at": DAY.isoformat(), "nan": None, "empty": "", "half": "\ufffd", "n": 3}
+    ]
+
+
+@given(
+    st.dictionaries(
+        st.text(), st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(), st.lists, max_leaves=9)
+    )
+)
+def test_converted_rows_are_always_json(row: dict[str, object]) -> None:
+    text = json.dumps(JsonColumns().convert(row), allow_nan=False, ensure_ascii=False)
+    assert text.encode()
+
+
+@given(st.text(st.characters(exclude_categories=())))
+def test_replaced_texts_are_always_utf8(text: str) -> None:
+    replaced = replace_surrogates(text)
+    replaced.encode()
+    if not any("\ud800" <= letter <= "\udfff" for letter in text):
+        assert replaced == text
+        assert decode_utf8(text.encode()) == text
+
+
+SURROGATE = b"\xed\xa0\xbd"  # U+D83D as bytes, as some databases write it
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "where"),
+    [
+        ("t.jsonl", b'{"id": "a", "text": "fine"}\n{"id": "b\\ud83d", "text": "x \\ud83d", "k": "\\udc00"}\n', "line 2"),
+        ("t.jsonl", b'{"id": "a", "text": "fine"}\n{"id": "b' + SURROGATE + b'", "text": "x ' + SURROGATE + b'"}\n', "line 2"),
+        ("t.csv", b"id,text\na,fine \xc3\xa9\nb" + SURROGATE + b",x " + SURROGATE + b"\n", "line 3"),
+        ("t.txt", b"fine\nx " + SURROGATE + b"\n", "line 2"),
+    ],
+)
+def test_surrogates_are_named(name: str, content: bytes, where: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / name).write_bytes(content)
+    loaded = load_text_items(TextSource(path=str(tmp_path / name), keep_text=True))
+    assert loaded[1]["text"].startswith("x \ufffd")
+    said = capsys.readouterr().out.replace("\n", "")
+    assert "1 row contains half a character" in said and f"{name} {where}" in said
+
+
+def test_parquet_texts_that_are_not_utf8_are_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    raw = pa.array([b"fine", b"x " + SURROGATE, None], pa.binary())
+    broken = pa.StringArray.from_buffers(3, raw.buffers()[1], raw.buffers()[2], raw.buffers()[0])
+    pq.write_table(pa.table({"id": ["a", "b", "c"], "text": broken, "year": [1, 2, 3]}), tmp_path / "t.parquet")
+    loaded = load_text_items(str(tmp_path / "t.parquet"))
+    assert loaded["text"][:] == ["fine", "x \ufffd"] and json.loads(loaded[1]["metadata"]) == {"year": 2}
+    assert "t.parquet row 2" in capsys.readouterr().out.replace("\n", "")
+
+
+def test_files_beside_texts_and_rows_without_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.txt").write_text("a bear")
+    (tmp_path / "b.pdf").write_bytes(b"%PDF")
+    (tmp_path / ".DS_Store").touch()
+    (tmp_path / "inner").mkdir()
+    assert len(load_text_items(str(tmp_path))) == 1
+    assert "3 files (b.pdf, inner, .DS_Store) are not read" in capsys.readouterr().out.replace("\n", " ")
+    (tmp_path / "docs.jsonl").write_text('{"id": "x", "text": " "}\n{"id": "y", "text": "here"}\n{"id": "z", "text": null}\n')
+    assert load_text_items(tmp_path / "docs.jsonl")["id"][:] == ["y"]
+    assert "2 of 3 documents have no text" in " ".join(capsys.readouterr().out.split())
+    (tmp_path / "lines.txt").write_text("one\n\ntwo\n")
+    lines = load_text_items(tmp_path / "lines.txt")
+    assert lines["id"][:] == ["0", "1"] and lines["text"][:] == ["one", "two"] and lines["metadata"][0] is None
+
+
+def test_a_query_with_half_a_character_is_searched(run: Run, tmp_path: Path, folder_of: dict[str, str]) -> None:
+    gallery, model = tmp_path / "gallery", folder_of["clip"]
+    run("build", write_table(tmp_path), "--model", model, "--out", gallery)
+    assert run.output("search", gallery, "a \udcff bear", "--model", model, "--top-k", 1, "--csv").count("\n") >= 2
+
+
+ROWS = [{"id": "b", "title": "Bears", "text": "bears sleep in winter"}, {"id": "a", "title": "Ants", "text": "ants work all day"}]
+
+
+def _written(folder, name):
+    file = folder / name
+    lines = [json.dumps(row) for row in ROWS]
+    if name == "saved":
+        datasets.Dataset.from_list(ROWS).save_to_disk(file)
+    elif name.endswith(".jsonl"):
+        file.write_text("\n".join(lines))
+    elif name.endswith(".gz"):
+        file.write_bytes(gzip.compress("\n".join(lines).encode()))
+    elif name.endswith(".parquet"):
+        pq.write_table(pa.Table.from_pylist(ROWS), file)
+    else:
+        separator = "," if name.endswith(".csv") else "\t"
+        file.write_text("\n".join(separator.join(row) for row in (ROWS[0].keys(), *(row.values() for row in ROWS))))
+    return file
+
+
+@pytest.mark.parametrize("name", ["docs.jsonl", "docs.jsonl.gz", "docs.csv", "docs.tsv", "docs.parquet", "saved"])
+def test_every_kind_of_table_gives_the_same_items(tmp_path, name):
+    items = load_text_items(TextSource(path=str(_written(tmp_path, name))))
+    assert items["id"][:] == ["b", "a"]
+    assert items["text"][:] == ["bears sleep in winter", "ants work all day"]
+    assert [json.loads(about) for about in items["metadata"]] == [{"title": "Bears"}, {"title": "Ants"}]
+
+
+def test_named_columns_and_passages_of_documents(tmp_path):
+    source = TextSource(
+        path=str(_written(tmp_path, "docs.jsonl")), text_column=["title", "text"], id_column="title", metadata=["id"]
+    )
+    items = load_text_items(source)
+    assert items["id"][:] == ["Bears", "Ants"] and items["text"][0] == "Bears bears sleep in winter"
+    assert json.loads(items["metadata"][0]) == {"id": "b"}
+    source = TextSource(path=str(_written(tmp_path, "docs.jsonl")), words=3, overlap=1, keep_text=True, metadata=False, limit=1)
+    items = load_text_items(source)
+    assert items["id"][:] == ["b#0", "b#1"] and items["text"][:] == ["bears sleep in", "in winter"]
+    assert json.loads(items["metadata"][1]) == {"document": "b", "text": "in winter"}
+
+
+@given(words=st.lists(st.text("ab", min_size=1, max_size=3), max_size=30), size=st.integers(1, 7), data=st.data())
+def test_passages_hold_every_word_once_but_for_the_overlap(words, size, data):
+    overlap = data.draw(st.integers(0, size - 1))
+    cut = [part.split() for part in split_passages(" ".join(words), size, overlap)]
+    assert [word for place, part in enumerate(cut) for word in part[overlap if place else 0 :]] == words
+    assert all(len(part) <= size for part in cut) and all(len(part) > overlap for part in cut[1:])
+
+
+@pytest.mark.parametrize(
+    ("lines", "options", "said"),
+    [
+        (['{"id": 1, "text": "a"}', '{"id": 1, "text": "b"}'], {}, "the id '1' appears twice"),
+        (['{"id": 1.5, "text": "a"}'], {}, "ids must be strings or whole numbers"),
+        (['{"id": 1, "text": 5}'], {}, "not text; set text_column"),
+        (['{"id": 1, "words": "a"}'], {}, "no column named text"),
+        (['{"id": 1, "text": "a"}'], {"text_column": "txet"}, "has no column 'txet'"),
+        (['{"id": 1, "text": "a"}'], {"metadata": ["year"]}, "has no column 'year'"),
+        (['{"id": 1, "text": " "}'], {}, "contains no text"),
+        (['{"id": 1, "text": "a"}', "{"], {}, "line 2 is not valid JSON"),
+        (["id,text", "1,a,b", "2,c,d"], {}, "more fields than its header"),
+    ],
+)
+def test_bad_rows_are_refused_by_place(tmp_path, lines, options, said):
+    file = tmp_path / ("docs.csv" if "id,text" in lines else "docs.jsonl")
+    file.write_text("\n".join(lines))
+    with pytest.raises(XcompatError, match=said):
+        load_text_items(TextSource(path=str(file), **options))

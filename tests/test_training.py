@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,29 +16,28 @@ import torch.distributed as dist
 import warm
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
-from conftest import unit
+from conftest import recipe_of, unit
 from schedule import METHOD_OF_EACH_KIND, mostly_nightly
 from timm.layers import BatchNormAct2d
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import default_collate
 
-from xcompat import Fingerprint, XcompatError
+from xcompat import CompatModel, FctModel, Fingerprint, IndependentModel, SimClrModel, XcompatError
 from xcompat.core import progress
 from xcompat.core.checksums import CHECKSUMS
 from xcompat.core.files import read_json
 from xcompat.core.progress import Waiting, advance_bar, progress_bar, results_on_stdout
 from xcompat.losses import clip_contrastive_loss, nt_xent_loss, siglip_loss
-from xcompat.methods import METHODS, FctModel, IndependentModel, SimClrModel
+from xcompat.methods import METHODS
 from xcompat.methods.fct import FctConfig
-from xcompat.models import CompatModel, describe_old
+from xcompat.models import describe_old
 from xcompat.models.old_knowledge import OldKnowledge
 from xcompat.outputs import CompatOutput
 from xcompat.training import trainer
 from xcompat.training.cached_gradients import backward_in_mini_batches, check_mini_batches
 from xcompat.training.callbacks import ProgressCallback
 from xcompat.training.checkpoints import STATE, CheckpointCallback, last_complete_checkpoint
-from xcompat.training.recipe import parse_recipe
 from xcompat.training.sharding import sync_batch_norms, syncs_batch_norms
 from xcompat.training.stage_recipe import StageRecipe
 from xcompat.training.trainer import train
@@ -119,7 +118,7 @@ def test_loss_and_gradient_are_those_of_the_plain_step(method: str, size: int, f
     assert_equal_gradients(gradients(model), wanted)
 
 
-def test_a_learned_scale_and_bias_get_their_gradient(folder_of: dict[str, str]) -> None:
+def test_mini_batches_have_small_graphs_and_learn_scales(folder_of: dict[str, str]) -> None:
     model = build("independent", folder_of["siglip"])
     batch = batch_for(model)
     model(**batch).loss.backward()
@@ -128,6 +127,11 @@ def test_a_learned_scale_and_bias_get_their_gradient(folder_of: dict[str, str]) 
     found = gradients(model)
     assert {"encoder.model.logit_scale", "encoder.model.logit_bias"} <= found.keys()
     assert_equal_gradients(found, wanted)
+    model = build("xbt", folder_of["clip"])
+    seen = []
+    model.projection.register_forward_hook(lambda _, given, __: seen.append((torch.is_grad_enabled(), len(given[0]))))
+    backward_in_mini_batches(Accelerator(cpu=True), model, batch_for(model), 2)
+    assert seen == [(False, 2)] * 8 + [(True, 2)] * 8  # images and texts of four mini-batches, twice
 
 
 @pytest.mark.parametrize(
@@ -151,16 +155,7 @@ def test_dropout_and_noise_are_drawn_once(method: str, options: dict[str, Any], 
     assert float((other_loss - loss).abs()) > 1e-4, "the seed matters"
 
 
-def test_no_graph_is_larger_than_a_mini_batch(folder_of: dict[str, str]) -> None:
-    model = build("xbt", folder_of["clip"])
-    seen = []
-    model.projection.register_forward_hook(lambda _, given, __: seen.append((torch.is_grad_enabled(), len(given[0]))))
-    backward_in_mini_batches(Accelerator(cpu=True), model, batch_for(model), 2)
-    assert seen == [(False, 2)] * 8 + [(True, 2)] * 8  # images and texts of four mini-batches, twice
-
-
 def trained(folder: Path, encoder: str, mini_batch_size: int | None, **training: Any) -> tuple[dict[str, Tensor], list[float]]:
-    """Train XBT on two batches, and return what its weights moved by, and the losses."""
     model = build("xbt", encoder)
     columns = batch_for(model)
     rows = [{name: column[row] for name, column in columns.items()} for row in range(8)] * 4
@@ -197,10 +192,10 @@ def test_training_with_autocast_moves_the_weights_the_same_way(folder_of: dict[s
 
 def recipe(**changed: Any) -> Any:
     stage = {"method": "xbt", "mini_batch_size": 16, "training": {"per_device_train_batch_size": 64}}
-    return parse_recipe({**stage, **changed}, "it", "r.yaml").stages[0]
+    return recipe_of(stage, **changed).stages[0]
 
 
-def test_a_recipe_is_refused_where_mini_batches_cannot_be() -> None:
+def test_mini_batches_are_refused_where_losses_read_more(folder_of: dict[str, str]) -> None:
     assert recipe().mini_batch_size == 16
     with pytest.raises(XcompatError, match=r"mini_batch_size 24 does not divide .*per_device_train_batch_size 64"):
         recipe(mini_batch_size=24)
@@ -213,9 +208,6 @@ def test_a_recipe_is_refused_where_mini_batches_cannot_be() -> None:
     assert recipe(method="query_map", data=images).mini_batch_size == 16
     with pytest.raises(XcompatError, match="mini_batch_size"):
         recipe(mini_batch_size=0)
-
-
-def test_what_learns_something_else_in_parts_is_refused(folder_of: dict[str, str]) -> None:
     plain = SimpleNamespace(distributed_type=DistributedType.NO)
     model = build("rbt", folder_of["clip"])
     with pytest.raises(XcompatError, match=r"mini_batch_size: blocks\.\S+ normalises over the batch"):
@@ -227,14 +219,18 @@ def test_what_learns_something_else_in_parts_is_refused(folder_of: dict[str, str
         check_mini_batches(model, SimpleNamespace(distributed_type=DistributedType.DEEPSPEED))  # type: ignore[arg-type]
 
 
-def naive_clip_loss(a: torch.Tensor, b: torch.Tensor, scale: float) -> float:
+def naive_clip_loss(
+    queries: Tensor, passages: Tensor, scale: float, items: Sequence[int], mined: Sequence[Tensor] = (), mined_items: Any = ()
+) -> float:
+    """Sum over every query and every passage, one by one, what is no negative left out."""
     total = 0.0
-    for x, y in ((a, b), (b, a)):
-        for i in range(len(x)):
-            logits = [scale * float(x[i] @ y[j]) for j in range(len(y))]
-            top = max(logits)
-            total += top + math.log(sum(math.exp(logit - top) for logit in logits)) - logits[i]
-    return total / (2 * len(a))
+    for row in range(len(queries)):
+        rivals = [row, *(other for other in range(len(queries)) if items[other] != items[row])]
+        there = [float(scale * queries[row] @ passages[other]) for other in rivals]
+        there += [float(scale * queries[row] @ mined[other]) for other in range(len(mined)) if mined_items[other] != items[row]]
+        back = [float(scale * passages[row] @ queries[other]) for other in rivals]
+        total -= sum(float(torch.tensor(logits, dtype=torch.float64).log_softmax(0)[0]) for logits in (there, back)) / 2
+    return total / len(queries)
 
 
 def naive_siglip_loss(a: torch.Tensor, b: torch.Tensor, scale: float, bias: float) -> float:
@@ -254,7 +250,7 @@ def test_losses_equal_the_double_loop(dtype: torch.dtype, batch: int, scale: flo
     b = F.normalize(a + torch.randn(batch, 5, dtype=torch.float64), dim=-1)
     tolerance = 1e-9 if dtype == torch.float64 else 2e-5
     assert float(clip_contrastive_loss(a.to(dtype), b.to(dtype), scale)) == pytest.approx(
-        naive_clip_loss(a, b, scale), rel=tolerance, abs=tolerance
+        naive_clip_loss(a, b, scale, range(batch)), rel=tolerance, abs=tolerance
     )
     assert float(siglip_loss(a.to(dtype), b.to(dtype), scale, -10.0)) == pytest.approx(
         naive_siglip_loss(a, b, scale, -10.0), rel=tolerance, abs=tolerance
@@ -348,9 +344,6 @@ def test_converted_norms_keep_weights_names_and_embeddings(image_folder_of: dict
     assert any(isinstance(module, BatchNormAct2d) for module in network.modules())
     before = network(pixels)
     assert torch.equal(sync_batch_norms(network)(pixels), before)  # type: ignore[arg-type, operator]  # any module
-
-
-def test_statistics_of_h_are_frozen_after_conversion_too() -> None:
     old = describe_old(Fingerprint.from_string("old"), dim=6)
     model = FctModel(FctConfig(old=old, embedding_dim=7))
     sync_batch_norms(model).train().progress = 0.5
@@ -405,15 +398,12 @@ def test_damaged_checkpoints_are_skipped(name: str, harm: str, tmp_path: Path, c
     assert same or f"skipping{newest}:" in "".join(capsys.readouterr().out.split())  # lines end anywhere
 
 
-def test_one_that_was_saved_before_there_were_checksums_is_continued_from(tmp_path: Path) -> None:
+def test_other_files_do_not_damage_a_checkpoint(tmp_path: Path) -> None:
     assert last_complete_checkpoint(tmp_path) is None
     (tmp_path / "checkpoint-mine").mkdir()
     assert last_complete_checkpoint(tmp_path) is None
     assert save_checkpoint(tmp_path, 3, recorded=False) == last_complete_checkpoint(tmp_path)
-
-
-def test_what_killed_writers_left_goes_and_what_others_left_stays(tmp_path: Path) -> None:
-    checkpoint = save_checkpoint(tmp_path, 1)
+    checkpoint = save_checkpoint(tmp_path, 4)
     left = checkpoint / f".{CHECKSUMS}.bhly0w8w.xcompat-partial"
     left.mkdir()
     (left / CHECKSUMS).write_text("{")
@@ -424,27 +414,16 @@ def test_what_killed_writers_left_goes_and_what_others_left_stays(tmp_path: Path
     assert not left.exists()
 
 
-class Clock:
-    """Seconds that pass when they are told to."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """Return the clock that everything in `xcompat.core.progress` looks at."""
-    made = Clock()
-    monkeypatch.setattr(progress.time, "perf_counter", made)
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    made = SimpleNamespace(now=100.0)
+    monkeypatch.setattr(progress.time, "perf_counter", lambda: made.now)
     return made
 
 
-def test_a_bar_shows_rate_and_waiting(clock: Clock) -> None:
+def test_a_bar_shows_rate_and_waiting(clock: SimpleNamespace) -> None:
     bar = progress_bar()
-    bar.get_time = clock
+    bar.get_time = lambda: clock.now
     task = bar.add_task("embedding", total=100, unit="images")
     waiting = Waiting()
 
@@ -460,7 +439,7 @@ def test_a_bar_shows_rate_and_waiting(clock: Clock) -> None:
     assert bar.tasks[0].fields["rate"] == "10 images/s"
 
 
-def test_training_says_how_it_waited_and_learned(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+def test_training_says_how_it_waited_and_learned(clock: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:
     args = SimpleNamespace(train_batch_size=8, world_size=2, gradient_accumulation_steps=1)
     state = SimpleNamespace(global_step=0, max_steps=2, log_history=[{"loss": 0.5}])
     callback, control = ProgressCallback("xbt"), SimpleNamespace()
@@ -470,13 +449,11 @@ def test_training_says_how_it_waited_and_learned(clock: Clock, capsys: pytest.Ca
         getattr(callback, event)(args, state, control)
 
     def shown() -> Any:
-        assert callback._bar is not None
         return callback._bar.tasks[0].fields["rate"]
 
     tell("on_train_begin", 0)
-    assert callback._bar is not None
-    callback._bar.get_time = clock
-    callback._bar.tasks[0]._get_time = clock
+    callback._bar.get_time = lambda: clock.now
+    callback._bar.tasks[0]._get_time = lambda: clock.now
     callback._bar.tasks[0].start_time = clock.now
     tell("on_step_begin", 1)
     state.global_step = 1
@@ -492,12 +469,12 @@ def test_training_says_how_it_waited_and_learned(clock: Clock, capsys: pytest.Ca
     assert capsys.readouterr().out.endswith("  xbt: 2 of 2 steps, loss 4.600 at the start, 0.500 at the end\n")
 
 
-def test_progress_lines_without_tty(clock: Clock, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_lines_without_tty(clock: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:
     bar = progress_bar()
-    bar.get_time = clock
+    bar.get_time = lambda: clock.now
     with bar:
         task = bar.add_task("embedding images with /models/a [long] name of a folder/run-7", total=100, unit="images")
-        bar.tasks[0]._get_time = clock
+        bar.tasks[0]._get_time = lambda: clock.now
         bar.tasks[0].start_time = clock.now
         for _ in range(10):
             clock.now += 4

@@ -8,12 +8,14 @@ import gzip
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import datasets
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from conftest import raises_one_line
 from safetensors.numpy import save_file
 
 from xcompat.core.errors import XcompatError
@@ -39,45 +41,40 @@ def _lines(here: Path, rows: list[object]) -> Path:
     return here / "a.jsonl"
 
 
-def _csv(file: Path, head: list[str], delimiter: str = ",") -> Path:
+def _to(name: str, write: Callable[[Path], object]) -> Write:
+    """Return what writes a file or folder of a name, and returns it."""
+
+    def written(here: Path) -> Path:
+        write(here / name)
+        return here / name
+
+    return written
+
+
+def _csv(file: Path, head: list[str], delimiter: str = ",") -> None:
     opened = gzip.open if file.name.endswith(".gz") else open
     with opened(file, "wt", newline="", encoding="utf-8") as lines:
         written = csv.writer(lines, delimiter=delimiter)
         written.writerow(head)
         written.writerows([name, f"a text,\nof {name}", str(row.tolist())] for name, row in zip(IDS, ROWS, strict=True))
-    return file
 
 
-def _as_numpy_prints(here: Path) -> Path:
-    pq.write_table(pa.table({"id": IDS, "embedding": [str(row) for row in ROWS]}), here / "a.parquet")
-    return here / "a.parquet"
+def _parquet(file: Path, rows: list[Any]) -> None:
+    pq.write_table(pa.table({"id": IDS, "embedding": rows}), file)
 
 
-def _parquet(here: Path) -> Path:
-    pq.write_table(pa.table({"id": IDS, "embedding": list(ROWS)}), here / "a.parquet")
-    return here / "a.parquet"
+def _tensors(file: Path) -> None:
+    save_file({"embeddings": ROWS, "other": ROWS[:2]}, file, metadata={"ids": json.dumps(IDS)})
 
 
-def _archive(here: Path) -> Path:
-    np.savez(here / "a.npz", ids=np.array(IDS), embeddings=ROWS, labels=np.arange(5))
-    return here / "a.npz"
+def _dataset() -> datasets.Dataset:
+    return datasets.Dataset.from_dict({"_id": IDS, "emb": ROWS.tolist()})
 
 
-def _tensors(here: Path) -> Path:
-    save_file({"embeddings": ROWS, "other": ROWS[:2]}, here / "a.safetensors", metadata={"ids": json.dumps(IDS)})
-    return here / "a.safetensors"
-
-
-def _feather(here: Path) -> Path:
+def _feather(path: Path) -> None:
     table = pa.table({"doc_id": IDS, "vector": list(ROWS)})
-    with pa.OSFile(str(here / "a.feather"), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
         writer.write_table(table)
-    return here / "a.feather"
-
-
-def _dataset(here: Path) -> Path:
-    datasets.Dataset.from_dict({"_id": IDS, "emb": ROWS.tolist()}).save_to_disk(here / "saved", num_shards=2)
-    return here / "saved"
 
 
 def _clip_retrieval(here: Path) -> Path:
@@ -96,7 +93,6 @@ def _points(vector: Callable[[list[float]], object] = lambda row: row) -> list[d
 
 
 def _batch(encode: Callable[[list[float]], object] = lambda row: row) -> list[object]:
-    """Return answers of OpenAI's batches."""
     bodies = ({"data": [{"index": 0, "embedding": encode(row)}]} for _, row in ITEMS)
     answers = [{"response": {"status_code": 200, "body": body}, "error": None} for body in bodies]
     return [answer | {"custom_id": name} for name, answer in zip(IDS, answers, strict=True)]
@@ -137,14 +133,14 @@ LINES: dict[str, Callable[[], list[object]]] = {
     "JSON lines in base64": lambda: [{"key": name, "embedding": _base64(row)} for name, row in ITEMS],
 }
 FILES: dict[str, Write] = {
-    "CSV of a cookbook": lambda here: _csv(here / "a.csv", ["id", "text", "embedding"]),
-    "compressed TSV": lambda here: _csv(here / "a.tsv.gz", ["doc_id", "text", "vector"], "\t"),
-    "Parquet": _parquet,
-    "Parquet with vectors as NumPy prints them": _as_numpy_prints,
-    "npz": _archive,
-    "safetensors": _tensors,
-    "Feather": _feather,
-    "data set on disk": _dataset,
+    "CSV of a cookbook": _to("a.csv", lambda file: _csv(file, ["id", "text", "embedding"])),
+    "compressed TSV": _to("a.tsv.gz", lambda file: _csv(file, ["doc_id", "text", "vector"], "\t")),
+    "Parquet": _to("a.parquet", lambda file: _parquet(file, list(ROWS))),
+    "Parquet with vectors as NumPy prints them": _to("a.parquet", lambda file: _parquet(file, [str(row) for row in ROWS])),
+    "npz": _to("a.npz", lambda file: np.savez(file, ids=np.array(IDS), embeddings=ROWS, labels=np.arange(5))),
+    "safetensors": _to("a.safetensors", _tensors),
+    "Feather": _to("a.feather", _feather),
+    "data set on disk": _to("saved", lambda folder: _dataset().save_to_disk(folder, num_shards=2)),
     "clip-retrieval": _clip_retrieval,
     "elasticdump": lambda here: _lines(here, _search_hits()).rename(here / "a.json"),
 }
@@ -154,7 +150,6 @@ FORMATS = (*DOCUMENTS, *LINES, *FILES)
 
 
 def write_format(name: str, here: Path) -> Path:
-    """Write :data:`ROWS` and :data:`IDS` in one of :data:`FORMATS`."""
     if name in FILES:
         return FILES[name](here)
     return _json(here, DOCUMENTS[name]()) if name in DOCUMENTS else _lines(here, LINES[name]())
@@ -169,35 +164,27 @@ def test_vectors_and_ids_are_those_that_were_written(name: str, tmp_path: Path) 
     assert is_table(path) or path.suffix in (".npz", ".safetensors")
 
 
-def test_columns_can_be_chosen(tmp_path: Path) -> None:
+def test_columns_and_names_within_fields_can_be_chosen(tmp_path: Path) -> None:
     pq.write_table(
         pa.table({"id": ["x"] * 5, "sku": IDS, "image": list(ROWS), "embedding": list(ROWS[::-1])}), tmp_path / "a.parquet"
     )
     found = read_vectors(tmp_path / "a.parquet", Columns("sku", "image"))
     assert found.ids == IDS and np.array_equal(found.rows_ND, ROWS)
     assert column_names(tmp_path / "a.parquet") == ["id", "sku", "image", "embedding"]
-
-
-def test_one_of_several_named_vectors_is_chosen(tmp_path: Path) -> None:
-    dump = _json(tmp_path, {"result": {"points": _points(lambda row: {"text": row[::-1], "image": row})}})
+    points = _points(lambda row: {"text": row[::-1], "image": row})
+    dump = _json(tmp_path, {"result": {"points": points}})
     with pytest.raises(XcompatError, match=r"item 0 has several vectors \(text, image\); choose one with --vector-name"):
         read_vectors(dump)
     assert np.array_equal(read_vectors(dump, Columns(vector="image")).rows_ND, ROWS)
-
-
-def test_names_within_fields_of_an_export_are_chosen(tmp_path: Path) -> None:
-    points = _points(lambda row: {"text": row[::-1], "image": row})
-    points = [
-        point | {"id": number, "payload": {"sku": name}} for number, (point, name) in enumerate(zip(points, IDS, strict=True))
-    ]
-    for path in (_json(tmp_path, {"result": {"points": points}}), _lines(tmp_path, points)):
+    for number, (point, name) in enumerate(zip(points, IDS, strict=True)):
+        point |= {"id": number, "payload": {"sku": name}}
+    for path in (_json(tmp_path, {"result": {"points": points}}), _lines(tmp_path, list(points))):
         found = read_vectors(path, Columns("sku", "image"))
         assert found.ids == IDS and np.array_equal(found.rows_ND, ROWS)
         assert {"sku", "image"} <= set(choosable_names(path)), "misspelt names are refused"
 
 
 def _without_ids(here: Path) -> list[Path]:
-    """Write :data:`ROWS` without ids, in every format that can lack them."""
     vectors = [{"vector": row, "text": "a"} for row in ROWS.tolist()]
     pq.write_table(pa.table({"text": ["a"] * 5, "embedding": list(ROWS)}), here / "a.parquet")
     np.savez(here / "a.npz", embedding=ROWS)
@@ -223,14 +210,7 @@ def test_files_without_ids_take_them_from_a_file(tmp_path: Path) -> None:
             read_place(path, Reading(tmp_path / "short.txt"))
 
 
-def test_ids_of_a_file_are_not_replaced(tmp_path: Path) -> None:
-    for name in FORMATS:
-        (tmp_path / name).mkdir()
-        with pytest.raises(XcompatError, match="has ids of its own; remove --ids"):
-            read_place(write_format(name, tmp_path / name), Reading(tmp_path / "ids.txt"))
-
-
-def test_items_have_ids_or_none_has_one(tmp_path: Path) -> None:
+def test_items_may_lack_embeddings_but_not_ids(tmp_path: Path) -> None:
     items = [{"id": "a", "vector": [1.0, 2.0]}, {"vector": [1.0, 2.0]}]
     with pytest.raises(XcompatError, match="item 1 of .* has no id; choose its field with --id-column"):
         read_vectors(_json(tmp_path, items), Columns(needs_ids=False))
@@ -239,12 +219,17 @@ def test_items_have_ids_or_none_has_one(tmp_path: Path) -> None:
     pq.write_table(pa.table({"vector": list(ROWS)}), tmp_path / "saved" / "b.parquet")
     with pytest.raises(XcompatError, match="only 5 of 10 rows from .*a.parquet on have an id"):
         read_vectors(tmp_path / "saved", Columns(needs_ids=False))
+    lines = [*_batch(), {"custom_id": "f", "response": None, "error": {"code": "429"}}]
+    found = read_vectors(_lines(tmp_path, lines))
+    assert found.ids == [*IDS, "f"] and np.isnan(found.rows_ND[5]).all() and np.isfinite(found.rows_ND[:5]).all()
 
 
-def test_misspelt_names_are_refused_in_every_format(tmp_path: Path) -> None:
+def test_other_ids_and_misspelt_names_are_refused(tmp_path: Path) -> None:
     for name in FORMATS:
         (tmp_path / name).mkdir()
         path = write_format(name, tmp_path / name)
+        with pytest.raises(XcompatError, match="has ids of its own; remove --ids"):
+            read_place(path, Reading(tmp_path / "ids.txt"))
         known = choosable_names(path)
         for option, columns in (("--id-column", Columns(known[0] + "x")), ("--vector-name", Columns(vector=known[0] + "x"))):
             with pytest.raises(XcompatError, match=f"{option} {known[0]}x: no such name in .*; did you mean '{known[0]}'"):
@@ -252,14 +237,8 @@ def test_misspelt_names_are_refused_in_every_format(tmp_path: Path) -> None:
         require_reading([path], Reading(columns=Columns(known[0], known[-1])))
 
 
-def test_failed_requests_of_a_batch_have_no_embedding(tmp_path: Path) -> None:
-    lines = [*_batch(), {"custom_id": "f", "response": None, "error": {"code": "429"}}]
-    found = read_vectors(_lines(tmp_path, lines))
-    assert found.ids == [*IDS, "f"] and np.isnan(found.rows_ND[5]).all() and np.isfinite(found.rows_ND[:5]).all()
-
-
 WRONG: dict[str, tuple[Write, str]] = {
-    "no JSON": (lambda here: (here / "a.json").write_text("{") and here / "a.json", "a.json line 1 is not JSON"),
+    "no JSON": (_to("a.json", lambda file: file.write_text("{")), "a.json line 1 is not JSON"),
     "no items": (lambda here: _json(here, {"status": "ok"}), "holds no embeddings"),
     "an odd name": (
         lambda here: _json(here, {"hits": {"hits": [{"_id": "a", "_source": {"title": "t", "title_vector": [0.5, 1.0]}}]}}),
@@ -273,22 +252,20 @@ WRONG: dict[str, tuple[Write, str]] = {
     "no numbers": (lambda here: _json(here, [{"id": "a", "vector": ["x"]}]), "item 0 holds no list of numbers"),
     "a matrix": (lambda here: _json(here, [{"id": "a", "vector": [[1.0], [2.0]]}]), "holds an array of 2 dimensions"),
     "a shortened vector": (
-        lambda here: (here / "a.csv").write_text('id,embedding\na,"[0.1 0.2 ... 0.9]"\n') and here / "a.csv",
+        _to("a.csv", lambda file: file.write_text('id,embedding\na,"[0.1 0.2 ... 0.9]"\n')),
         "row 0 of .*a.csv holds no vector .'.0.1 0.2 ... 0.9.'",
     ),
     "a CSV without vectors": (
-        lambda here: (here / "a.csv").write_text("id,text\na,b\n") and here / "a.csv",
+        _to("a.csv", lambda file: file.write_text("id,text\na,b\n")),
         "no column 'embedding' .it has id, text.; choose one with --vector-name",
     ),
     "two matrices": (
-        lambda here: (np.savez(here / "a.npz", x=ROWS, y=ROWS), here / "a.npz")[1],
+        _to("a.npz", lambda file: np.savez(file, x=ROWS, y=ROWS)),
         "holds the matrices x, y; choose one with --vector-name",
     ),
-    "objects in npz": (lambda here: (np.savez(here / "a.npz", x=np.array([{}, 1])), here / "a.npz")[1], "cannot read .*a.npz"),
+    "objects in npz": (_to("a.npz", lambda file: np.savez(file, x=np.array([{}, 1]))), "cannot read .*a.npz"),
     "splits": (
-        lambda here: (datasets.DatasetDict(train=datasets.Dataset.from_dict({"id": IDS})).save_to_disk(here / "d"), here / "d")[
-            1
-        ],
+        _to("d", lambda folder: datasets.DatasetDict(train=_dataset()).save_to_disk(folder)),
         "holds the splits train; choose one",
     ),
 }
@@ -297,6 +274,5 @@ WRONG: dict[str, tuple[Write, str]] = {
 @pytest.mark.parametrize("name", WRONG)
 def test_unreadable_files_are_explained_in_one_line(name: str, tmp_path: Path) -> None:
     write, said = WRONG[name]
-    with pytest.raises(XcompatError, match=said) as failed:
+    with raises_one_line(said):
         read_vectors(write(tmp_path))
-    assert "\n" not in str(failed.value)
