@@ -31,7 +31,7 @@ nightly: $(STAMP) ## Run the long forms and all of each kind: every recipe, ever
 	$(if $(MEMORY),TMPDIR=$(MEMORY)) OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n 2 --dist worksteal -m nightly
 
 test-quickstart: $(STAMP) ## Run the shortened quickstart alone: every stage works, the numbers mean nothing.
-	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest tests/test_quickstart.py
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest tests/test_quickstart.py::test_shortened_quickstart
 
 lint: $(STAMP) ## Check style (ruff), types (mypy), layers (import-linter) and English (docs/prose.py).
 	$(VENV)/bin/ruff check .

@@ -1,38 +1,45 @@
-"""Re-ranked searches beside a naive reference, the embeddings they keep, and the backfill that takes these over."""
+"""Re-ranked searches beside a naive reference, the embeddings that they keep, backfills of these, and shadows of a switch."""
 
 from __future__ import annotations
 
+import io
+import json
 import shutil
 import sqlite3
-import threading
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import datasets as hf
 import numpy as np
 import pytest
 import torch
-from conftest import write_photos
+from conftest import Run, store, write_photos
 from numpy.typing import NDArray
 from PIL import Image
+from torch import Tensor
 
 import xcompat.stores
-from xcompat import Fingerprint
+from xcompat import Fingerprint, ProcrustesModel, XcompatError
 from xcompat.core.arrays import normalise_rows
-from xcompat.core.errors import XcompatError
+from xcompat.data.schema import ID
 from xcompat.embeddings.provider import Provider, ServedMap
-from xcompat.methods import ProcrustesModel
 from xcompat.models import describe_old
 from xcompat.models.embedder import Embedder, load_embedder
-from xcompat.retrieval import Gallery, Hit, new_embeddings
-from xcompat.retrieval.backfilling import Backfill
+from xcompat.retrieval import Gallery, Hit, commands, ingestion, new_embeddings, originals
+from xcompat.retrieval.backfilling import Backfill, remaining_rows
 from xcompat.retrieval.fallback import OldQueries
 from xcompat.retrieval.ingestion import ingest
 from xcompat.retrieval.new_embeddings import NewEmbeddings
-from xcompat.retrieval.originals import load_originals
+from xcompat.retrieval.originals import Texts, load_originals
+from xcompat.retrieval.ranking_comparison import find
 from xcompat.retrieval.reranking import CANDIDATES, OLD_WEIGHT, Reranker
 from xcompat.stores.base import Rows, Store
 from xcompat.stores.new_embeddings import StoreEmbeddings
+from xcompat.stores.shadow import Pair, SearchSetup, Shadow, compare_ways
 
 ITEMS, DEPTH = 24, 10
 NAMES = [f"{row:02}.png" for row in range(ITEMS)]
@@ -61,14 +68,12 @@ class Shop:
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory, old_folder: str, compatible_folder: str) -> Shop:
-    """Return a shop that nothing changes."""
     folder, old, newer = tmp_path_factory.mktemp("shop"), load_embedder(old_folder), load_embedder(compatible_folder)
     photos, gallery = write_photos(folder / "photos", ITEMS), Gallery.create(folder / "gallery", old)
     ingest(gallery, load_originals(photos), old)
     embeds = gallery.vectors(NAMES)
     about = [{"colour": "red" if row % 3 else "blue", "album": row // 4} for row in range(ITEMS)]
-    gallery.add(np.stack([embeds[name] for name in NAMES]), NAMES, about, replace=True)
-    gallery.commit()
+    store(gallery, np.stack([embeds[name] for name in NAMES]), NAMES, about, replace=True)
     dim = newer.model.config.embedding_dim  # type: ignore[union-attr]
     asked = normalise_rows(np.random.default_rng(5).normal(size=(5, dim)).astype(np.float32))
     return Shop(gallery, photos, old, newer, asked)
@@ -81,7 +86,6 @@ def shop(built: Shop, tmp_path: Path) -> Shop:
 
 
 def naive_order(shop: Shop, query: NDArray[np.float32], hits: list[Hit], missing: set[str]) -> dict[str, float]:
-    """Return id -> score, the best first, one candidate after the other."""
     model: Any = shop.newer.model
 
     def own_view(embeds: torch.Tensor) -> NDArray[np.float32]:
@@ -125,21 +129,25 @@ def test_originals_of_other_items_are_noticed_with_a_map(shift: int, tmp_path: P
     config = ProcrustesModel.config_class(old=describe_old(old, 4), embedding_dim=6)
     model = ProcrustesModel(config).set_map(torch.from_numpy(weight_Dd), torch.zeros(4)).eval()
     gallery = Gallery.create(tmp_path / "gallery", old, dim=4)
-    gallery.add(normalise_rows((new_ND @ weight_Dd + 0.5 * draw.normal(size=(20, 4))).astype(np.float32)), names)
-    gallery.commit()
+    store(gallery, normalise_rows((new_ND @ weight_Dd + 0.5 * draw.normal(size=(20, 4))).astype(np.float32)), names)
     wanted = {hit.id: hit for hit in gallery.search(np.ones((1, 4), np.float32), old, 20)[0]}
     rerank = Reranker(ServedMap(model, Provider(refuse_to_embed, "new")))
     rerank._notice_unrelated_originals(gallery, wanted, dict(zip(names, np.roll(new_ND, shift, axis=0), strict=True)))
     assert ("the originals seem to be other items" in caplog.text) == bool(shift)
 
 
-def test_weight_and_number_of_hits_chosen_with_a_model_are_used(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_choose_weights_and_numbers_within_ranges(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
     newer: Any = shop.newer
     assert (Reranker(newer).old_weight, Reranker(newer).candidates) == (OLD_WEIGHT, CANDIDATES)
     monkeypatch.setattr(newer.model.config, "rerank_old_weight", 0.0)
     monkeypatch.setattr(newer.model.config, "rerank_candidates", 50)
     assert Reranker(newer).old_weight == 0 and Reranker(newer, old_weight=0.5).old_weight == 0.5
     assert Reranker(newer).candidates == 50 and Reranker(newer, candidates=7).candidates == 7
+    for numbers, message in (({"candidates": 0}, "at least 1"), ({"old_weight": 1.0}, "from 0 to below 1")):
+        with pytest.raises(XcompatError, match=message):
+            shop.reranker(**numbers)
+    with pytest.raises(XcompatError, match="--originals"):
+        shop.search(10, Reranker(shop.newer))
 
 
 def test_order_equals_naive_reference(shop: Shop) -> None:
@@ -159,21 +167,19 @@ def test_order_equals_naive_reference(shop: Shop) -> None:
     assert [list(map(str, hits)) for hits in found] != [list(map(str, hits[:4])) for hits in plain]
 
 
-def test_old_queries_are_re_ranked_as_the_naive_reference_does(shop: Shop) -> None:
+def test_old_queries_and_stores_rerank_as_the_reference(shop: Shop) -> None:
     old_QD = np.random.default_rng(3).normal(size=(len(shop.asked), shop.old.dim)).astype(np.float32)
     plain = shop.gallery.search(old_QD, shop.old, DEPTH)
     found = shop.gallery.search(old_QD, shop.old, DEPTH, rerank=shop.reranker(), rerank_queries=shop.asked)
     for query, hits, candidates in zip(shop.asked, found, plain, strict=True):
         assert [hit.id for hit in hits] == list(naive_order(shop, query, candidates, set()))
-
-
-def test_second_search_embeds_nothing(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
-    first, again = shop.search(4), shop.reranker()
-    monkeypatch.setattr(type(again.originals), "embed", refuse_to_embed)
-    assert shop.search(4, again) == first
-    assert again.counts.embedded == 0 and again.counts.cached > 0
-    with pytest.raises(AssertionError, match="nothing is left"):
-        shop.search(4, shop.reranker(keep=False))
+    expected = shop.search(4)
+    store, rerank = xcompat.stores.open(f"file://{shop.gallery.path}"), shop.reranker()
+    found = Store.find(store, shop.asked, shop.newer.model, 4, rerank=rerank)
+    for hits, wanted in zip(found, expected, strict=True):
+        assert [hit.id for hit in hits] == [hit.id for hit in wanted]
+        np.testing.assert_allclose([hit.score for hit in hits], [hit.score for hit in wanted], atol=1e-5)
+    assert rerank.counts.embedded > 0 and rerank.counts.cached == 0, "only galleries keep new embeddings"
 
 
 def test_filters_and_groups(shop: Shop) -> None:
@@ -188,12 +194,18 @@ def test_filters_and_groups(shop: Shop) -> None:
         shop.search(3, rerank, rerank_queries=shop.asked[:, :3])
 
 
-def test_budget_is_a_hard_limit(shop: Shop) -> None:
+def test_budgets_and_the_cache_limit_what_is_embedded(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
     rerank = shop.reranker(budget=3)
     assert all(len(hits) == 5 for hits in shop.search(5, rerank))
     assert rerank.counts.embedded == 3
     shop.gallery.search(-shop.asked, shop.newer.model, 5, rerank=rerank)
     assert rerank.counts.embedded == 3
+    first, again = shop.search(4), shop.reranker()
+    monkeypatch.setattr(type(again.originals), "embed", refuse_to_embed)
+    assert shop.search(4, again) == first
+    assert again.counts.embedded == 0 and again.counts.cached > 0
+    with pytest.raises(AssertionError, match="nothing is left"):
+        shop.search(4, shop.reranker(keep=False))
 
 
 def test_changed_originals(shop: Shop) -> None:
@@ -252,7 +264,6 @@ def test_full_disk_stops_no_search(shop: Shop, caplog: pytest.LogCaptureFixture)
     expected = shop.search(4, shop.reranker(keep=False))
     rerank = shop.reranker(record_demand=True)
     kept = rerank._cache(shop.gallery)
-    assert kept is not None
     kept._connection.execute("PRAGMA max_page_count = 1")  # SQLite raises it to the size of the file, which then cannot grow
 
     def fill() -> None:
@@ -293,11 +304,8 @@ def test_writers_of_several_processes_keep_all(tmp_path: Path) -> None:
             kept.put({f"{part}-{row}": np.full(4, part, np.float32)}, 0)
         kept.close()
 
-    threads = [threading.Thread(target=write, args=(part,)) for part in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(write, range(4)))
     assert len(NewEmbeddings(tmp_path, model, 4)) == 80
     with pytest.raises(XcompatError, match="does not hold embeddings of"):
         NewEmbeddings(tmp_path, model, 5)
@@ -326,17 +334,7 @@ def test_process_waits_while_another_creates_the_cache(tmp_path: Path, monkeypat
     other.close()
 
 
-def test_ids_with_the_same_row_number_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = NewEmbeddings(tmp_path, Fingerprint.from_string("new"), 2)
-    monkeypatch.setattr(new_embeddings, "_hash", lambda name: (7, name.encode()))
-    kept.put({"a": np.ones(2, np.float32)}, 0)
-    assert kept.get(["a"], 0).keys() == {"a"} and not kept.get(["b"], 0) and not kept.known_ids(["b"], 0)
-    kept.put({"b": np.zeros(2, np.float32)}, 0)
-    assert kept.get(["b"], 0).keys() == {"b"} and not kept.get(["a"], 0)
-    assert kept.get(["b", "a"], 0).keys() == kept.known_ids(["b", "a"], 0) == {"b"}
-
-
-def test_interrupted_write_leaves_nothing_of_itself(tmp_path: Path) -> None:
+def test_interrupted_writes_and_equal_hashes_mix_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kept = NewEmbeddings(tmp_path, Fingerprint.from_string("new"), 2)
     kept.put({"a": np.ones(2, np.float32)}, 0)
 
@@ -349,19 +347,16 @@ def test_interrupted_write_leaves_nothing_of_itself(tmp_path: Path) -> None:
         kept.put(Dying(), 0)
     kept.close()
     assert NewEmbeddings(tmp_path, Fingerprint.from_string("new"), 2).get(["a", "b"], 0).keys() == {"a"}
+    kept = NewEmbeddings(tmp_path, Fingerprint.from_string("new"), 2)
+    monkeypatch.setattr(new_embeddings, "_hash", lambda name: (7, name.encode()))
+    kept.put({"a": np.ones(2, np.float32)}, 0)
+    assert kept.get(["a"], 0).keys() == {"a"} and not kept.get(["b"], 0) and not kept.known_ids(["b"], 0)
+    kept.put({"b": np.zeros(2, np.float32)}, 0)
+    assert kept.get(["b"], 0).keys() == {"b"} and not kept.get(["a"], 0)
+    assert kept.get(["b", "a"], 0).keys() == kept.known_ids(["b", "a"], 0) == {"b"}
 
 
-def test_size_and_age_limits(tmp_path: Path) -> None:
-    model, dim = Fingerprint.from_string("new"), 256
-    kept = NewEmbeddings(tmp_path, model, dim, max_bytes=200_000)
-    for start in range(0, 1000, 50):
-        kept.put({str(row): np.full(dim, row, np.float32) for row in range(start, start + 50)}, 0)
-    assert 50 <= len(kept) < 200
-    assert kept.get(["999", "0"], 0).keys() == {"999"}
-    assert NewEmbeddings(tmp_path, model, dim, max_days=0).get(["999"], 0) == {}
-
-
-def test_searches_keep_the_limits_of_the_cache(shop: Shop) -> None:
+def test_caches_keep_their_limits(shop: Shop, tmp_path: Path) -> None:
     shop.search(4, shop.reranker())
     again = shop.reranker(cache_days=0)
     shop.search(4, again)
@@ -371,33 +366,19 @@ def test_searches_keep_the_limits_of_the_cache(shop: Shop) -> None:
     shop.search(4, small)
     path = shop.kept().path
     assert small.counts.embedded and path.stat().st_size < 100_000
+    model, dim = Fingerprint.from_string("new"), 256
+    kept = NewEmbeddings(tmp_path, model, dim, max_bytes=200_000)
+    for start in range(0, 1000, 50):
+        kept.put({str(row): np.full(dim, row, np.float32) for row in range(start, start + 50)}, 0)
+    assert 50 <= len(kept) < 200
+    assert kept.get(["999", "0"], 0).keys() == {"999"}
+    assert NewEmbeddings(tmp_path, model, dim, max_days=0).get(["999"], 0) == {}
 
 
-def test_what_cannot_be_re_ranked_is_refused(shop: Shop) -> None:
-    for numbers, message in (({"candidates": 0}, "at least 1"), ({"old_weight": 1.0}, "from 0 to below 1")):
-        with pytest.raises(XcompatError, match=message):
-            shop.reranker(**numbers)
-    with pytest.raises(XcompatError, match="--originals"):
-        shop.search(10, Reranker(shop.newer))
-
-
-def test_store_orders_as_its_gallery_does(shop: Shop) -> None:
-    expected = shop.search(4)
-    store, rerank = xcompat.stores.open(f"file://{shop.gallery.path}"), shop.reranker()
-    found = Store.find(store, shop.asked, shop.newer.model, 4, rerank=rerank)
-    for hits, wanted in zip(found, expected, strict=True):
-        assert [hit.id for hit in hits] == [hit.id for hit in wanted]
-        np.testing.assert_allclose([hit.score for hit in hits], [hit.score for hit in wanted], atol=1e-5)
-    assert rerank.counts.embedded > 0 and rerank.counts.cached == 0, "only galleries keep new embeddings"
-
-
-def test_images_at_addresses_replace_originals(
-    shop: Shop, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_images_at_addresses_are_reranked(shop: Shop, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     embeds = shop.gallery.vectors(NAMES)
     about = [{"url": f"https://shop.example/{name}?token=secret"} for name in NAMES]
-    shop.gallery.add(np.stack([embeds[name] for name in NAMES]), NAMES, about, replace=True)
-    shop.gallery.commit()
+    store(shop.gallery, np.stack([embeds[name] for name in NAMES]), NAMES, about, replace=True)
     wanted = shop.search(DEPTH, shop.reranker(keep=False))
     by_address = {"address_column": "url", "keep": False}
     refused = Reranker(shop.newer, None, DEPTH, **by_address)
@@ -422,3 +403,130 @@ def test_images_at_addresses_replace_originals(
         shop.search(DEPTH, Reranker(shop.newer, None, DEPTH, address_column="link"))
     with pytest.raises(XcompatError, match="not both"):
         shop.reranker(address_column="url")
+
+
+QUERIES = ["a dog", "a red shoe", "two cats on grass", "the letter alpha"]
+
+
+@pytest.fixture(scope="module")
+def gallery(photos: Path, old: Embedder, tmp_path_factory: pytest.TempPathFactory) -> Gallery:
+    folder = tmp_path_factory.mktemp("shadow") / "gallery"
+    commands.build(folder, load_originals(photos), old, "Flat", None)
+    return Gallery.open(folder)
+
+
+def test_numbers_of_a_shadow_are_those_of_two_searches(gallery: Gallery, old: Embedder, new: Embedder, photos: Path) -> None:
+    before = {file: file.stat().st_mtime_ns for file in gallery.path.rglob("*")}
+    rerank = Reranker(new, load_originals(photos), keep=False)
+    for way in (SearchSetup(new), SearchSetup(new, rerank=rerank)):
+        *_, seen = compare_ways(gallery, SearchSetup(old), way, QUERIES, top_k=5)
+        found = [[[hit.id for hit in find(gallery, old, query, 5, None)] for query in QUERIES]]
+        found += [[[hit.id for hit in find(gallery, new, query, 5, None, way.rerank)] for query in QUERIES]]
+        shares = [len({*one} & {*other}) / 5 for one, other in zip(*found, strict=True)]
+        assert [pair.overlap for pair in seen.pairs] == shares and seen.overlap[0] == pytest.approx(sum(shares) / len(shares))
+        assert seen.same_first == sum(one[0] == other[0] for one, other in zip(*found, strict=True)) / len(QUERIES)
+        assert [pair.overlap for pair in seen.disagreements()] == sorted(share for share in shares if share < 1)
+        assert all(0 < median <= most for median, most in (seen.milliseconds(0), seen.milliseconds(1)))
+    assert {file: file.stat().st_mtime_ns for file in gallery.path.rglob("*")} == before
+
+
+def hits(names: str) -> list[Hit]:
+    return [Hit(name, 1.0, Fingerprint("0", "m"), None) for name in names]
+
+
+@pytest.mark.parametrize(
+    ("new", "items", "limit_ms", "failed", "reason"),
+    [
+        ("abc", 100, None, [], "all 3 queries were answered"),
+        ("abc", 100, 1000.0, [], "95 % of them within 200 ms"),
+        ("abc", 100, 100.0, [], "5 % of the queries take longer than 200 ms; the limit is 100 ms"),
+        ("xyz", 100, None, [], "only 0.0 % of the hits are the same, close to chance"),
+        ("abc", 100, None, [("a", "no memory")], "the new configuration failed 1 queries, e.g. 'a'"),
+    ],
+)
+def test_reasons_against(new: str, items: int, limit_ms: float | None, failed: list[tuple[str, str]], reason: str) -> None:
+    pairs = [Pair(query, hits("abc"), hits(new), (0.1, 0.2)) for query in "abc"]
+    answer = Shadow(3, items, pairs, failed).answer(limit_ms)
+    assert reason in answer.reason and answer.go is ("answered, 95" in answer.reason or reason.startswith("all"))
+
+
+@pytest.mark.parametrize("address", ["{}", "file://{}"])
+def test_a_shadow_on_the_command_line(
+    address: str, run_xcompat: Run, gallery: Gallery, old_folder: str, compatible_folder: str, tmp_path: Path
+) -> None:
+    (tmp_path / "queries.txt").write_text("".join(f"{query}\n" for query in QUERIES))
+    ways = ("--old", old_folder, "--model", compatible_folder, "--queries", tmp_path / "queries.txt")
+    out = tmp_path / "shadow.json"
+    code, said, _ = run_xcompat("shadow", address.format(gallery.path), *ways, "--top-k", 40, "--out", out)
+    assert code == 0 and "same hits among 40" in said and "Go: all 4 queries" in said
+    told = json.loads(out.read_text())
+    assert told["go"] and {each["query"] for each in told["queries"]} == set(QUERIES) and told["overlap"]["mean"] == 1
+    assert f"{out} exists" in run_xcompat.refusal("shadow", gallery.path, *ways, "--out", out)
+    code, said, _ = run_xcompat("shadow", gallery.path, *ways, "--limit-ms", 0.001, "--limit", 2, "--top-k", 40)
+    assert code == 1 and "No-go: 5 % of the queries take longer" in said and "2 queries, 40 items" in said
+
+
+def test_a_shadow_of_a_re_ranking_from_stdin_and_of_images(
+    run_xcompat: Run, gallery: Gallery, old_folder: str, compatible_folder: str, photos: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("a dog\n\na cat\n"))
+    ways = ("--old", old_folder, "--model", old_folder, "--queries", "-", "--top-k", 20)
+    rerank = ("--rerank", 20, "--rerank-with", compatible_folder, "--originals", photos)
+    code, said, _ = run_xcompat("shadow", gallery.path, *ways, *rerank)
+    assert code == 0 and "2 queries, 40 items" in said and "embedded" in said
+    ways = ("--old", old_folder, "--model", compatible_folder, "--queries", photos, "--top-k", 40)
+    assert "40 queries, 40 items" in run_xcompat.output("shadow", gallery.path, *ways)
+
+
+def embedded_anew(gallery: Gallery, new: Embedder) -> list[str]:
+    digest = new.fingerprint.digest
+    parts = [items.ids for each in gallery.segments if each.record.version == digest for _, items in each.blocks(1000)]
+    return [name for part in parts for name in part]
+
+
+def test_a_backfill_that_was_killed_ends_as_one_run_does(
+    photos: Path, old: Embedder, new: Embedder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands.build(tmp_path / "gallery", load_originals(photos), old, "Flat", None)
+    gallery = Gallery.open(tmp_path / "gallery")
+    monkeypatch.setattr(ingestion, "COMMIT_EVERY", -1.0)
+    monkeypatch.setattr(originals, "IMAGES_AT_ONCE", 1)
+    monkeypatch.setattr(originals, "images_per_batch", lambda *_: 4)
+    plan, embed, calls = Backfill(gallery, load_originals(photos), new, 20), new.embed, []
+
+    def dies_after(batch: dict[str, Tensor]) -> Tensor:
+        calls.append(batch)
+        if len(calls) > 3:
+            raise KeyboardInterrupt
+        return embed(batch)
+
+    order = [f"{row:02}.png" for row in plan.remaining]
+    monkeypatch.setattr(new, "embed", dies_after)
+    with pytest.raises(KeyboardInterrupt):
+        plan.run()
+    gallery.close()
+    monkeypatch.setattr(new, "embed", embed)
+    seen = Gallery.open(gallery.path)
+    assert embedded_anew(seen, new) == order[:12] and len(seen) == 40
+    assert Backfill(seen, load_originals(photos), new, 8).run().added == 8
+    assert embedded_anew(seen, new) == order[:20] and seen.damage() == []
+    assert sorted(order) != order and sorted(order) == sorted(name.name for name in photos.iterdir())
+    assert Backfill(seen, load_originals(photos), new).run().added == 20
+
+
+def test_the_order_of_a_backfill_depends_on_ids_alone(tmp_path: Path) -> None:
+    ids = [f"class {label}/{number}.png" for label in range(10) for number in range(200)]
+    empty = Gallery.create(tmp_path / "gallery", Fingerprint.from_string("old"), dim=2)
+    gallery = store(empty, np.random.default_rng(0).normal(size=(len(ids), 2)), ids)
+    model = SimpleNamespace(fingerprint=Fingerprint.from_string("new"))
+
+    def rows_of(names: list[str]) -> list[str]:
+        return [names[row] for row in remaining_rows(gallery, Texts(hf.Dataset.from_dict({ID: names})), model)]
+
+    order = rows_of(ids)
+    assert rows_of(np.random.default_rng(1).permutation(ids).tolist()) == order
+    assert rows_of(some := sorted([*ids[::3], "not there.png"])) == [name for name in order if name in some]
+    for done in (500, 1000, 1500):  # of each of ten classes a tenth, give or take five standard deviations
+        counts = Counter(name.split("/")[0] for name in order[:done])
+        deviation = (done * 0.1 * 0.9 * (1 - done / len(ids))) ** 0.5
+        assert all(abs(counts[f"class {label}"] - done / 10) < 5 * deviation for label in range(10))

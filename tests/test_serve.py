@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from html import unescape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import urlencode
 
 import numpy as np
 import pytest
-from conftest import Run, store
+from conftest import Run, raw_recipe, recipe_of, store
 from PIL import Image
 from schedule import mostly_nightly_rows
 from test_labelled_run import write_classes
@@ -29,13 +29,9 @@ from xcompat.retrieval.hit_output import wanted_metadata
 from xcompat.retrieval.originals import load_originals
 from xcompat.retrieval.ranking_comparison import DEPTH, embed_query
 from xcompat.retrieval.reranking import Reranker
-from xcompat.training.recipe import parse_recipe
 from xcompat.training.run import run_recipe
 
 pytest.importorskip("starlette")
-
-if TYPE_CHECKING:
-    from playwright.sync_api import BrowserContext, Locator, Page
 
 from test_serve_attacks import serving
 
@@ -46,7 +42,7 @@ from xcompat.serve.search import answer, facets_of, restore_query
 from xcompat.serve.site import NEW, OLD, Shelf, Side, Site, Source
 from xcompat.serve.site_loading import load_site
 
-Open = Callable[..., "Page"]
+Open = Callable[..., Any]
 Serve = Callable[[Site], str]
 HOSTILE = "<img src=x onerror=alert(1)>${7*7}{{7*7}}.png"
 NAMES = [f"{number:02}.png" for number in range(40)]
@@ -87,7 +83,6 @@ def site(old: Embedder, new: Embedder, gallery: Path, mixed: Path, texts: Path, 
 
 @pytest.fixture(scope="module")
 def serve() -> Iterator[Serve]:
-    """Return a function that serves a page and returns its address."""
     with ExitStack() as servers:
         yield lambda site: f"{servers.enter_context(serving(site))}/"
 
@@ -98,9 +93,8 @@ def address(serve: Serve, site: Site) -> str:
 
 
 def learn(folder: Path, old: str, new: str, data: dict[str, Any], **evaluation: Any) -> Path:
-    raw = {"output_dir": str(folder / "run"), "cache_dir": str(folder / "cache"), "method": "ridge", "old": old, "new": new}
-    judged = {"resamples": 100, "examples": 0, **evaluation}
-    run_recipe(parse_recipe({**raw, "data": data, "evaluation": judged}, "demo", "demo.yaml"))
+    raw = raw_recipe(folder, old, new, "") | {"method": "ridge", "data": data}
+    run_recipe(recipe_of(raw, evaluation={"resamples": 100, "examples": 0, **evaluation}))
     return folder / "run"
 
 
@@ -124,7 +118,7 @@ def upgradable(old_folder: str, upgrading_folder: str, gallery: Path, photos: Pa
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[BrowserContext]:
+def browser() -> Iterator[Any]:
     sync_api = pytest.importorskip("playwright.sync_api")
     if CHROMIUM is None:
         pytest.skip("there is no chromium here; `apt-get install chromium` brings it")
@@ -133,7 +127,7 @@ def browser() -> Iterator[BrowserContext]:
 
 
 @pytest.fixture
-def visit(browser: BrowserContext, address: str) -> Iterator[Open]:
+def visit(browser: Any, address: str) -> Iterator[Open]:
     """Return what opens pages, which must ask their server alone for what they show, and complain of nothing."""
     complaints: list[str] = []
     pages = []
@@ -143,7 +137,7 @@ def visit(browser: BrowserContext, address: str) -> Iterator[Open]:
         if said.type in ("error", "warning") and not refused.match(said.text):  # Chromium's own words for a refused request
             complaints.append(said.text)
 
-    def opened(query: str = "", at: str = address, width: int = 1300, scheme: Any = "light") -> Page:
+    def opened(query: str = "", at: str = address, width: int = 1300, scheme: Any = "light") -> Any:
         page = browser.new_page()  # all in one context, whose cache has the page's scripts
         page.set_viewport_size({"width": width, "height": 900})
         page.emulate_media(color_scheme=scheme)
@@ -163,11 +157,11 @@ def visit(browser: BrowserContext, address: str) -> Iterator[Open]:
 
 
 @pytest.fixture
-def page(visit: Open) -> Page:
+def page(visit: Open) -> Any:
     return visit()
 
 
-def ids(page: Page, side: str) -> list[str]:
+def ids(page: Any, side: str) -> list[str]:
     column = page.get_by_role("region", name=side)
     column.locator("li").first.wait_for()
     return column.locator(".id").all_inner_texts()
@@ -178,13 +172,13 @@ def found(gallery: Path, embedder: Embedder, query: Any, k: int = 10, **where: s
     return [hit.id for hit in hits]
 
 
-def ask(page: Page, text: str) -> None:
+def ask(page: Any, text: str) -> None:
     page.get_by_label("Text", exact=True).fill(text)
     page.get_by_role("button", name="Search").click()
     page.get_by_text(text, exact=True).wait_for()
 
 
-def test_a_text_is_searched_with_both_models(page: Page, visit: Open, gallery: Path, old: Embedder, new: Embedder) -> None:
+def test_a_text_is_searched_with_both_models(page: Any, visit: Open, gallery: Path, old: Embedder, new: Embedder) -> None:
     ask(page, "a red shoe")
     assert ids(page, OLD) == found(gallery, old, "a red shoe")
     assert ids(page, NEW) == found(gallery, new, "a red shoe")
@@ -202,7 +196,7 @@ def test_a_text_is_searched_with_both_models(page: Page, visit: Open, gallery: P
     assert len(ids(visit("?kind=text&text=two+dogs&k=3&where=colour%3Dred&gallery=no+such&unknown=1"), NEW)) == 3
 
 
-def test_an_item_is_searched_by_a_click_or_by_its_id(page: Page, visit: Open, gallery: Path, photos: Path, new: Embedder) -> None:
+def test_an_item_is_searched_by_a_click_or_by_its_id(page: Any, visit: Open, gallery: Path, photos: Path, new: Embedder) -> None:
     ask(page, "a red shoe")
     name = next(name for name in ids(page, NEW) if name != HOSTILE)
     page.get_by_role("region", name=NEW).locator(f'a[data-item="{name}"]').click()
@@ -216,7 +210,7 @@ def test_an_item_is_searched_by_a_click_or_by_its_id(page: Page, visit: Open, ga
     restored.get_by_role("alert").get_by_text(f"{HOSTILE!r} has no known image or text").wait_for()
 
 
-def test_hits_are_filtered_and_counted(page: Page, visit: Open, gallery: Path, new: Embedder) -> None:
+def test_hits_are_filtered_and_counted(page: Any, visit: Open, gallery: Path, new: Embedder) -> None:
     ask(page, "a red shoe")
     page.wait_for_function("() => [...document.querySelectorAll('#facets option')].some(each => each.value === 'colour=red')")
     page.get_by_label("Only hits with").fill("colour=red")
@@ -249,8 +243,8 @@ def test_galleries_of_several_versions_and_of_texts(visit: Open, mixed: Path, te
     assert page.locator("#results li img, #results .blank").count() == 0
 
 
-def test_everything_is_reached_by_the_keyboard(page: Page) -> None:
-    def reach(target: Locator) -> None:
+def test_everything_is_reached_by_the_keyboard(page: Any) -> None:
+    def reach(target: Any) -> None:
         for _ in range(40):
             if target.evaluate("element => element === document.activeElement"):
                 return
@@ -274,7 +268,7 @@ def test_everything_is_reached_by_the_keyboard(page: Page) -> None:
 def test_every_tab_is_accessible(visit: Open, serve: Serve, run_site: Site, upgradable: Site, width: int, scheme: str) -> None:
     axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
 
-    def look(page: Page, at: str, shown: str) -> None:
+    def look(page: Any, at: str, shown: str) -> None:
         page.locator(shown).first.wait_for()
         page.wait_for_function("() => document.querySelector('[aria-busy]') === null")
         page.wait_for_function("() => document.getAnimations().every(each => each.playState !== 'running')")
@@ -299,7 +293,6 @@ def test_every_tab_is_accessible(visit: Open, serve: Serve, run_site: Site, upgr
 
 
 def test_the_page_shows_what_the_report_says(visit: Open, serve: Serve, run_site: Site) -> None:
-    """Queries that lost or gained most come first, and the numbers are those of the report."""
     page = visit("", serve(run_site))
     page.get_by_role("tab", name="Where they differ").click()
     judged = run_site.judged["text-to-image"]
@@ -330,7 +323,6 @@ def test_the_page_shows_what_the_report_says(visit: Open, serve: Serve, run_site
     frame = page.frame_locator("iframe")
     for heading in ("Retrieval quality", "Failed comparisons"):
         frame.get_by_role("heading", name=heading).wait_for()
-    assert run_site.report is not None
     written = report_file(run_site.report).with_name("report.html").read_text(encoding="utf-8")
     assert frame.locator("img").count() == written.count("<img") > 2
 
@@ -488,9 +480,7 @@ def test_a_third_column_shows_what_a_re_ranking_finds(title: str, site: Site, ne
         (["RUN", "--images", "photos"], "--images and --texts apply to galleries"),
     ],
 )
-def test_what_cannot_be_served_is_refused_in_one_line(
-    arguments: list[str], said: str, gallery: Path, run: Path, run_xcompat: Run
-) -> None:
+def test_what_cannot_be_served_is_refused(arguments: list[str], said: str, gallery: Path, run: Path, run_xcompat: Run) -> None:
     typed = [{"GALLERY": str(gallery), "RUN": str(run)}.get(word, word) for word in arguments]
     code, _, err = run_xcompat("serve", *typed, "--no-browser")
     assert code == 2 and said in err.splitlines()[-1]

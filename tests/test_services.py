@@ -1,9 +1,10 @@
-"""Services that embed: maps of their embeddings search with them, and migrations take their vectors."""
+"""Pipelines of transformers on compatible models, and services that embed: their maps search and migrate by them."""
 
 from __future__ import annotations
 
 import json
 import re
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,22 +14,27 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import invoke, write_embeds
+from conftest import invoke, store, write_embeds
 from haystack import Document
+from hub_server import Hub
 from PIL import Image
 from store_places import LancePlace, unit_vectors
 from test_map_texts import TEXTS, Service, rotated, serve_letters
 from transformers import pipeline
 from typer.testing import CliRunner
 
-from xcompat import Fingerprint, RidgeConfig, RidgeModel, XcompatError
+import xcompat
+from xcompat import Fingerprint, FingerprintMismatchError, RidgeConfig, RidgeModel, XcompatError
 from xcompat.cli import app
+from xcompat.data.images import open_image
 from xcompat.embeddings.provider import ATTEMPTS, Provider, ServedMap
 from xcompat.integrations.haystack import CompatDocumentEmbedder, CompatTextEmbedder
 from xcompat.integrations.langchain import CompatEmbeddings
 from xcompat.integrations.llamaindex import CompatEmbedding
-from xcompat.models.config import describe_old
+from xcompat.models import describe_old
+from xcompat.models.embedder import load_embedder
 from xcompat.retrieval import Gallery
+from xcompat.retrieval.pipeline import as_image
 from xcompat.stores import migration
 from xcompat.stores.service import ServiceEmbedding
 
@@ -45,7 +51,6 @@ def new(texts: list[str]) -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def map_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Write a map that was fitted on a service's embeddings and on old ones."""
     pairs = torch.from_numpy(new(TEXTS)), torch.from_numpy(rotated(new(TEXTS), OLD_DIM)).float()
     model = RidgeModel(RidgeConfig(old=describe_old(OLD, OLD_DIM), embedding_dim=NEW_DIM)).fit([pairs])
     model.save_pretrained(folder := tmp_path_factory.mktemp("map"))
@@ -54,10 +59,7 @@ def map_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def gallery(tmp_path: Path) -> Gallery:
-    made = Gallery.create(tmp_path / "gallery", OLD, dim=OLD_DIM)
-    made.add(rotated(new(TEXTS), OLD_DIM), TEXTS)
-    made.commit()
-    return made
+    return store(Gallery.create(tmp_path / "gallery", OLD, dim=OLD_DIM), rotated(new(TEXTS), OLD_DIM), TEXTS)
 
 
 @pytest.fixture
@@ -83,8 +85,7 @@ def test_the_command_line_and_python_ask_the_service(gallery: Gallery, map_folde
     with pytest.raises(XcompatError, match="fitted on embeddings only: .*--embed-with"):
         searched(gallery, QUERY, "--model", map_folder)
     served = ServedMap.load(map_folder, Service(NEW_DIM))
-    gallery.add(served.embed(["a tall ship"]), ["ship"], version=served.model)
-    gallery.commit()
+    store(gallery, served.embed(["a tall ship"]), ["ship"], version=served.model)
     found = gallery.search(served.embed(["a tall ship"]), served.model, top_k=len(gallery))[0]
     assert {hit.id: hit.score for hit in found}["ship"] == pytest.approx(1, abs=1e-5)
     np.testing.assert_allclose(served.embed(["a tall ship"], "stored")[0], viewed(map_folder, "a tall ship"), atol=1e-6)
@@ -92,8 +93,7 @@ def test_the_command_line_and_python_ask_the_service(gallery: Gallery, map_folde
 
 def test_the_price_of_re_ranking_is_printed_before_the_first_call(map_folder: str, named: str, tmp_path: Path) -> None:
     gallery = Gallery.create(tmp_path / "texts", OLD, dim=OLD_DIM)
-    gallery.add(rotated(new(TEXTS), OLD_DIM), TEXTS, [{"text": text} for text in TEXTS])
-    gallery.commit()
+    store(gallery, rotated(new(TEXTS), OLD_DIM), TEXTS, [{"text": text} for text in TEXTS])
     asked = ("--model", map_folder, "--embed-with", named, "--rerank", "8")
     priced = (*asked, "--rerank-budget", "5", "--price-per-million-tokens", "2")
     output = " ".join(searched(gallery, QUERY, *priced).split())
@@ -178,6 +178,10 @@ def another(texts):
 def drifted(texts):
     rows = np.array(embed(texts)) + 0.1
     return rows / np.linalg.norm(rows, axis=1, keepdims=True)
+
+
+def rounded(texts):
+    return np.round(embed(texts), int(np.random.default_rng().integers(4, 7)))
 """
 
 
@@ -197,7 +201,7 @@ def fit(options: list[str], function: str, *more: str) -> None:
     invoke(*options, "--embed-with", f"of_services:{function}", *more)
 
 
-def test_another_service_is_refused(services: list[str], gallery: Gallery, caplog: pytest.LogCaptureFixture) -> None:
+def test_maps_and_caches_refuse_another_service(services: list[str], gallery: Gallery, caplog: pytest.LogCaptureFixture) -> None:
     fit(services, "embed")
     asked = ("--model", "made/model", "--embed-with")
     assert QUERY in searched(gallery, QUERY, *asked, "of_services:embed")
@@ -209,10 +213,6 @@ def test_another_service_is_refused(services: list[str], gallery: Gallery, caplo
     caplog.clear()
     searched(gallery, QUERY, *asked, "of_services:drifted")
     assert "drifted does not embed like letters did" in caplog.text
-
-
-def test_a_cache_is_not_continued_by_another_service(services: list[str]) -> None:
-    fit(services, "embed")
     with pytest.raises(XcompatError, match="another does not embed as of_services:embed did when .* was begun"):
         fit(services, "another", "--overwrite")
     module = sys.modules["of_services"]
@@ -236,16 +236,6 @@ def test_test_texts_go_with_the_first_queries_once(services: list[str]) -> None:
 
 
 N = 40
-MODULE = """
-import numpy as np
-
-noise = np.random.default_rng()
-
-def embed(texts):
-    rows = np.stack([np.random.default_rng(len(text) + sum(map(ord, text))).standard_normal(8) for text in texts])
-    rows += noise.normal(0, 1e-4, rows.shape)  # as services round
-    return rows / np.linalg.norm(rows, axis=1, keepdims=True)
-"""
 
 
 @pytest.fixture
@@ -286,11 +276,9 @@ def test_another_model_under_the_same_name_is_refused(place: LancePlace) -> None
             verb(place.open(), other)
 
 
-def test_the_command_line_re_embeds_by_a_service(place: LancePlace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_line_re_embeds_by_a_service(place: LancePlace, services: list[str]) -> None:
     """Verify accepts answers that are not the same bits. With --json, stdout contains nothing else."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "migration_service.py").write_text(MODULE)
-    named = ["--model", "big-3", "--embed", "about", "--embed-with", "migration_service:embed"]
+    named = ["--model", "big-3", "--embed", "about", "--embed-with", "of_services:rounded"]
 
     def run(verb: str, *options: str) -> Any:
         result = CliRunner().invoke(app, ["migrate", verb, place.uri(), *options])
@@ -312,43 +300,26 @@ def test_the_command_line_re_embeds_by_a_service(place: LancePlace, tmp_path: Pa
     assert place.dim() == NEW_DIM and place.open().spaces()["embedding"].fingerprint.name == "big-3"  # type: ignore[union-attr]
 
 
-def switch_and_answer(place: LancePlace, monkeypatch: pytest.MonkeyPatch, answer: str | None) -> None:
-    """Switch to new vectors, in a terminal whose user gives an answer, or outside a terminal (None)."""
+@pytest.mark.parametrize(("verb", "deleted"), [("finish", "embedding_before"), ("rollback", "embedding_new")])
+@pytest.mark.parametrize(
+    ("answer", "options", "is_deleted"), [("n", [], False), ("y", [], True), (None, [], False), (None, ["--yes"], True)]
+)
+def test_verbs_ask_before_they_delete(
+    place: LancePlace, verb: str, deleted: str, answer: str | None, options: list[str], is_deleted: bool, monkeypatch: Any
+) -> None:
+    """In a terminal they ask, elsewhere (None) they need an option. The first rollback only undoes the switch."""
     service = ServiceEmbedding(Provider(Service(NEW_DIM), "big-3"), "about")
     migration.start(place.open(), service)
     migration.switch(place.open(), service)
     monkeypatch.setattr("xcompat.cli.migrate.sys", SimpleNamespace(stdin=SimpleNamespace(isatty=lambda: answer is not None)))
-
-
-ANSWERS = pytest.mark.parametrize(
-    ("answer", "options", "is_deleted"), [("n", [], False), ("y", [], True), (None, [], False), (None, ["--yes"], True)]
-)
-
-
-@ANSWERS
-def test_finish_asks_before_it_deletes(
-    place: LancePlace, monkeypatch: pytest.MonkeyPatch, answer: str | None, options: list[str], is_deleted: bool
-) -> None:
-    switch_and_answer(place, monkeypatch, answer)
-    result = CliRunner().invoke(app, ["migrate", "finish", place.uri(), *options], input=answer)
-    assert (result.exit_code == 0) == is_deleted and ("This cannot be undone." in result.output) == (answer is not None)
-    assert ("embedding_before" in place.names()) != is_deleted
+    if verb == "rollback":
+        undone = CliRunner().invoke(app, ["migrate", verb, place.uri()])
+        assert undone.exit_code == 0 and "has the old vectors again" in undone.output and deleted in place.names()
+    result = CliRunner().invoke(app, ["migrate", verb, place.uri(), *options], input=answer)
+    assert (result.exit_code == 0) == is_deleted == (deleted not in place.names())
+    asked = {"finish": "This cannot be undone.", "rollback": "There is no switch to undo. Delete the new vectors, embedding_new"}
+    assert (asked[verb] in result.output) == (answer is not None)
     assert ("confirm with --yes" in str(result.exception)) == (answer is None and not is_deleted)
-
-
-@ANSWERS
-def test_a_second_rollback_asks_before_it_deletes(
-    place: LancePlace, monkeypatch: pytest.MonkeyPatch, answer: str | None, options: list[str], is_deleted: bool
-) -> None:
-    """The first rollback only undoes the switch."""
-    switch_and_answer(place, monkeypatch, answer)
-    undone = CliRunner().invoke(app, ["migrate", "rollback", place.uri()])
-    assert undone.exit_code == 0 and "has the old vectors again" in undone.output and "embedding_new" in place.names()
-    again = CliRunner().invoke(app, ["migrate", "rollback", place.uri(), *options], input=answer)
-    assert ("embedding_new" in place.names()) != is_deleted and (again.exit_code == 0) == is_deleted
-    said = again.output if answer is not None or is_deleted else str(again.exception)
-    assert ("There is no switch to undo. Delete the new vectors, embedding_new" in said) == (answer is not None)
-    assert ("so this deletes embedding_new; confirm with --yes" in said) == (answer is None and not is_deleted)
 
 
 @pytest.mark.parametrize(
@@ -364,3 +335,187 @@ def test_a_second_rollback_asks_before_it_deletes(
 def test_options_that_do_not_fit_are_refused(place: LancePlace, options: list[str], said: str) -> None:
     result = CliRunner().invoke(app, ["migrate", "start", place.uri(), "--model", "big-3", *options])
     assert isinstance(result.exception, XcompatError) and said in str(result.exception)
+
+
+ANIMALS = ["a dog", "two cats", "a red shoe", "a blue shoe"]
+
+
+@pytest.fixture(scope="module")
+def animals(old_folder: str, tmp_path_factory: pytest.TempPathFactory) -> Gallery:
+    old = load_embedder(old_folder)
+    empty = Gallery.create(tmp_path_factory.mktemp("pipeline") / "gallery", old)
+    return store(empty, old.embed(old.processor.texts(ANIMALS)), ANIMALS, [{"shoe": "shoe" in text} for text in ANIMALS])
+
+
+@pytest.fixture(scope="module")
+def find(compatible_folder: str, animals: Gallery) -> Any:
+    return pipeline("compatible-retrieval", model=compatible_folder, gallery=str(animals.path))
+
+
+def test_a_query_finds_what_its_view_finds(find: Any, animals: Gallery, tmp_path: Path) -> None:
+    model = find.model
+    with torch.inference_mode():
+        texts = model.processor.texts(["a dog"])
+        expected = animals.search(model.embed_texts(**texts), model, top_k=3)[0]
+    hits = find("a dog", top_k=3)
+    assert [hit["id"] for hit in hits] == [hit.id for hit in expected]
+    assert hits[0].keys() == {"id", "score", "version", "metadata", "confidence", "group", "standing"}
+    assert hits[0].id == hits[0]["id"] and hits[0]["confidence"] is hits[0].confidence is None, "nothing is remembered"
+    assert hits[0]["metadata"] == expected[0].metadata and hits[0]["version"] == str(animals.versions[0])
+    image = Image.new("RGB", (40, 40), "red")
+    image.save(tmp_path / "shoe.png")
+    with torch.inference_mode():
+        best = animals.search(model.embed_images(model.processor.images([image])), model, top_k=2)[0]
+    for query in (image, np.array(image), str(tmp_path / "shoe.png"), tmp_path / "shoe.png"):
+        assert [hit["id"] for hit in find(query, top_k=2)] == [hit.id for hit in best]
+
+
+def test_hits_are_ordered_by_new_embeddings_of_their_texts(animals: Gallery, compatible_folder: str, tmp_path: Path) -> None:
+    lines = "".join(f'{{"id": "{text}", "text": "{text}"}}\n' for text in ANIMALS)
+    (tmp_path / "texts.jsonl").write_text(lines, encoding="utf-8")
+    named = {"model": compatible_folder, "gallery": str(animals.path)}
+    find = pipeline("compatible-retrieval", **named, rerank=4, originals=tmp_path / "texts.jsonl")
+    model = find.model
+    with torch.inference_mode():
+        query, texts = (model.self_view(model.embed_texts(**model.processor.texts(each))) for each in (["a dog"], ANIMALS))
+        new = torch.nn.functional.cosine_similarity(query, texts)
+    old = {hit["id"]: hit["score"] for hit in pipeline("compatible-retrieval", **named)("a dog")}
+    expected = {text: (2 * score + old[text]) / 3 for text, score in zip(ANIMALS, new.tolist(), strict=True)}
+    hits = find(["a dog", "a red shoe"], top_k=3)[0]
+    assert [hit["id"] for hit in hits] == sorted(expected, key=lambda text: -expected[text])[:3]
+    np.testing.assert_allclose([hit["score"] for hit in hits], [expected[hit["id"]] for hit in hits], atol=1e-5)
+    find.model.config.rerank_candidates = 3
+    chosen = pipeline("compatible-retrieval", **named | {"model": find.model}, rerank=True, originals=tmp_path / "texts.jsonl")
+    assert chosen.rerank.candidates == 3
+    with pytest.raises(XcompatError, match="add rerank=20"):
+        pipeline("compatible-retrieval", **named, originals=tmp_path / "texts.jsonl")
+
+
+def test_an_image_is_read_as_galleries_read_theirs(hub: Hub, tmp_path: Path) -> None:
+    """Transparent parts are white, and a camera's orientation is left alone, wherever the image comes from."""
+    pixels = np.random.default_rng(0).integers(0, 255, (30, 40, 4), dtype=np.uint8)
+    exif = Image.Exif()
+    exif[0x0112] = 6  # a quarter turn
+    file = tmp_path / "photos" / "shoe.png"
+    file.parent.mkdir()
+    Image.fromarray(pixels).save(file, exif=exif)
+    hub.add("me/photos", file.parent)
+    expected = np.array(open_image(file))
+    with Image.open(file) as opened:
+        for query in (opened, str(file), file, f"{hub.url}/me/photos/resolve/main/shoe.png"):
+            found = as_image(query, allow_private_addresses=True)
+            assert found is not None and np.array_equal(np.array(found), expected), query
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 8])
+def test_lists_of_texts_and_images_keep_their_order(find: Any, batch_size: int) -> None:
+    image = Image.new("RGB", (40, 40), "blue")
+    queries = ["a dog", image, "two cats of some length", image, "a red shoe"]
+    found = find(queries, top_k=4, batch_size=batch_size)
+    for hits, query in zip(found, queries, strict=True):
+        alone = find(query, top_k=4)
+        assert [hit["id"] for hit in hits] == [hit["id"] for hit in alone]
+        assert [hit["score"] for hit in hits] == pytest.approx([hit["score"] for hit in alone], abs=1e-5)
+    assert find([], top_k=4) == []
+
+
+def test_filters_defaults_and_encoders_without_a_map(
+    find: Any, compatible_folder: str, animals: Gallery, old_folder: str, folder_of: dict[str, str]
+) -> None:
+    assert {hit["id"] for hit in find("a dog", where={"shoe": True})} == {"a red shoe", "a blue shoe"}
+    one = pipeline("compatible-retrieval", model=compatible_folder, gallery=animals, top_k=1)
+    assert len(one("a dog")) == 1 and len(one("a dog", top_k=2)) == 2 and len(one(["a dog", "b"])[1]) == 1
+    assert pipeline("compatible-retrieval", model=old_folder, gallery=animals)("two cats", top_k=1)[0]["id"] == "two cats"
+    other = pipeline("compatible-retrieval", model=folder_of["clip"], gallery=animals)
+    with pytest.raises(FingerprintMismatchError, match="cannot be compared"):
+        other("two cats")
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_maps_halve_encoders(dtype: str, folder_of: dict[str, str], old_folder: str, animals: Gallery, tmp_path: Path) -> None:
+    """The encoder beside the map is loaded when it first embeds, and its own fingerprint is checked before it is rounded."""
+    old, new = load_embedder(old_folder), load_embedder(folder_of["clip"])
+    ridge = xcompat.RidgeModel.from_encoder(folder_of["clip"], old=old.describe_old())
+    texts = [f"{colour} {thing}" for colour in ("a red", "two blue", "no") for thing in ("shoe", "dog", "cats", "alpha")]
+    ridge.fit([(new.embed(new.processor.texts(texts)), old.embed(old.processor.texts(texts)))]).save_pretrained(tmp_path)
+    whole = pipeline("compatible-retrieval", model=str(tmp_path), gallery=animals)
+    half = pipeline("compatible-retrieval", model=str(tmp_path), gallery=animals, dtype=dtype)
+    for hits, expected in zip(half(ANIMALS, top_k=2), whole(ANIMALS, top_k=2), strict=True):
+        assert [hit["id"] for hit in hits] == [hit["id"] for hit in expected]
+        assert [hit["score"] for hit in hits] == pytest.approx([hit["score"] for hit in expected], abs=2e-2)
+    assert half.model._get_encoder().dtype == half.model.dtype == getattr(torch, dtype)
+    assert {parameter.dtype for parameter in new.model.parameters()} == {torch.float32}
+
+
+def test_what_a_pipeline_refuses(find: Any, compatible_folder: str, tmp_path: Path) -> None:
+    with pytest.raises(XcompatError, match="set its folder with gallery"):
+        pipeline("compatible-retrieval", model=compatible_folder)
+    with pytest.raises(XcompatError, match="is not a gallery"):
+        pipeline("compatible-retrieval", model=compatible_folder, gallery=str(tmp_path))
+    with pytest.raises(XcompatError, match="not topk"):
+        find("a dog", topk=3)
+    with pytest.raises(XcompatError, match="not int"):
+        find(3)
+    (tmp_path / "bad.png").write_bytes(b"no image")
+    Image.new("RGB", (40, 40), "red").save(tmp_path / "cut.png")
+    (tmp_path / "cut.png").write_bytes((tmp_path / "cut.png").read_bytes()[:80])
+    with Image.open(tmp_path / "cut.png") as cut:
+        addresses = ["http://127.0.0.1:9/shoe.png", "http://[", f"http://{'a' * 64}.com/shoe.png", "http://127.0.0.1:9/\ud800"]
+        for query in (str(tmp_path / "bad.png"), tmp_path / "nowhere.png", cut, *addresses):
+            with pytest.raises(XcompatError, match="cannot read the image"):
+                find(query)
+    for array in (np.zeros((20, 20, 3)), np.zeros((3, 20, 20), np.uint8), np.zeros((2, 20, 20, 3), np.uint8)):
+        with pytest.raises(XcompatError, match=r"an image array must be \(H, W, 3\) uint8, not \("):
+            find(array)
+
+
+@pytest.mark.parametrize("architecture", ["clip", "open_clip"])
+def test_zero_shot_classification_compares_in_the_models_own_space(
+    architecture: str, folder_of: dict[str, str], old_folder: str, tmp_path: Path
+) -> None:
+    model = xcompat.XbtModel.from_encoder(folder_of[architecture], old=load_embedder(old_folder).describe_old())
+    model.export(tmp_path / "model")
+    labels, image = ["a dog", "two cats", "a shoe"], Image.new("RGB", (40, 40), "red")
+    classify = pipeline("zero-shot-image-classification", model=str(tmp_path))
+    scores = classify(image, candidate_labels=labels, hypothesis_template="{}")
+    model = classify.model
+    with torch.inference_mode():
+        own = model.self_view(model.embed_images(model.processor.images([image])))
+        texts = model.self_view(model.embed_texts(**model.processor.texts(labels)))
+    expected = (model.config.logit_scale * own @ texts.T).softmax(-1)[0].tolist()
+    assert {score["label"]: score["score"] for score in scores} == pytest.approx(
+        dict(zip(labels, expected, strict=True)), abs=1e-5
+    )
+    assert len(classify([image] * 3, candidate_labels=labels)) == 3, "long labels are truncated, as for search"
+
+
+def test_zero_shot_classification_of_other_models_stays_the_same(folder_of: dict[str, str]) -> None:
+    classify = pipeline("zero-shot-image-classification", model=folder_of["clip"])
+    scores = classify(Image.new("RGB", (40, 40), "red"), candidate_labels=["a dog", "two cats"], hypothesis_template="{}")
+    assert sum(score["score"] for score in scores) == pytest.approx(1)
+
+
+# Each is imported first in a fork of a process that knows neither of the two, only what transformers takes longest to import.
+IMPORTED_FIRST = """
+import os, sys
+import datasets, scipy.optimize, sklearn.metrics, torch._dynamo, torch.distributed.tensor, torchvision
+
+assert not {"transformers", "xcompat"} & set(sys.modules)
+for imports in sys.argv[1:]:
+    if not (fork := os.fork()):
+        exec(imports)
+        from transformers import AutoConfig
+        from transformers.pipelines import PIPELINE_REGISTRY as known
+
+        config = AutoConfig.for_model("xcompat-xbt")
+        print("compatible-retrieval" in known.get_supported_tasks(), type(config).__module__, imports)
+        sys.stdout.flush()
+        os._exit(0)
+    os.waitpid(fork, 0)
+"""
+
+
+def test_models_and_task_are_known_whatever_is_imported_first() -> None:
+    first = ("import xcompat; from transformers import pipeline", "from transformers import pipeline; import xcompat")
+    done = subprocess.run([sys.executable, "-c", IMPORTED_FIRST, *first], capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines() == [f"True xcompat.methods.xbt {imports}" for imports in first], done.stderr
