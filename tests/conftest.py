@@ -51,6 +51,8 @@ settings.load_profile("repeatable")
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 ARCHITECTURES = ("blip", "clip", "open_clip", "siglip", "siglip2", "vision-text-dual-encoder")
 IMAGE_ARCHITECTURES = ("clip_vision_model", "iresnet", "mobilenet_v1", "mobilenet_v2", "resnet", "timm_wrapper", "vit")
+SMALL_RESNET = {"model_type": "resnet", "embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic"}
+UNTRAINED = {"model": SMALL_RESNET, "image_size": 16, "stem": "small"}
 LONGEST = [f"test_{name}.py" for name in ("benchmarks", "distributed", "engines", "faults", "quickstart", "recipes")]
 TEXTS = ["a red running shoe", "greek small letter alpha", "two dogs", "a shoe"]
 
@@ -154,6 +156,11 @@ def image_folder_of(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Return a saved tiny encoder per architecture without a text tower, D = 16."""
     base = tmp_path_factory.mktemp("image_encoders")
     return {name: save_stand_in(base / name, name, 16, seed=1) for name in IMAGE_ARCHITECTURES}
+
+
+@pytest.fixture(scope="session")
+def encoder_of(folder_of: dict[str, str], image_folder_of: dict[str, str]) -> dict[str, str]:
+    return folder_of | image_folder_of
 
 
 @pytest.fixture(scope="session")
@@ -345,9 +352,9 @@ def refused(result: tuple[int, str, str], expected: int = 2) -> str:
 
 
 @contextmanager
-def raises_one_line(match: str) -> Iterator[pytest.ExceptionInfo[XcompatError]]:
-    """Expect an error of one line."""
-    with pytest.raises(XcompatError, match=match) as caught:
+def refuses(match: str, error: type[Exception] = XcompatError) -> Iterator[pytest.ExceptionInfo]:
+    """Require an error whose message is one line."""
+    with pytest.raises(error, match=match) as caught:
         yield caught
     assert "\n" not in str(caught.value)
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import store
+from conftest import refuses, store
 from schedule import mostly_nightly
 from test_gallery import CLIP, DIM, found, naive, names, vectors
 from test_index_gallery import write_index
@@ -30,10 +30,6 @@ from xcompat.retrieval import Gallery, commands, compaction, faiss_building, int
 from xcompat.retrieval.integrity import CHECKED
 from xcompat.retrieval.lock import lock_writer
 from xcompat.retrieval.manifest import read_manifest
-
-
-def die(*_: object, **__: object) -> None:
-    raise KeyboardInterrupt
 
 
 def killed(work: Callable[[], object]) -> None:
@@ -82,10 +78,9 @@ def takes_the_lock(gallery: Gallery) -> None:
 
 
 def test_what_is_not_the_gallerys_own_survives_a_compaction(tmp_path: Path) -> None:
-    outside = tmp_path / "outside"
+    gallery, outside = a_gallery(tmp_path / "gallery"), tmp_path / "outside"
     outside.mkdir()
     (outside / "thesis.txt").write_text("years")
-    gallery = a_gallery(tmp_path / "gallery")
     foreign = [gallery.path / folder / name for folder in ("segments", "generations", ".") for name in (".DS_Store", "notes.txt")]
     for file in foreign:
         file.write_text("not ours")
@@ -292,8 +287,7 @@ def test_a_reader_whose_state_was_compacted_away_is_told_to_open_the_gallery_aga
     cold, warm = Gallery.open(gallery.path), Gallery.open(gallery.path)
     before = contents(warm)
     Gallery.open(gallery.path).compact()
-    asking = [lambda: contents(cold), lambda: cold.find(["part 0 1"]), cold.damage, cold.verify]
-    for ask in asking:
+    for ask in (lambda: contents(cold), lambda: cold.find(["part 0 1"]), cold.damage, cold.verify):
         with pytest.raises(GenerationGoneError, match=r"^generation 2 of .* was compacted away .*; open the gallery again$"):
             ask()
     assert contents(warm) == before, "a file that is open stays readable"
@@ -320,9 +314,9 @@ def test_one_writer_at_a_time_where_storage_has_no_locks(error: int, tmp_path: P
     said = str(refused.value)
     assert f"(process {os.getpid()} on {socket.gethostname()}" in said and f"delete {gallery.path / '.lock.owner'}" in said
     assert gallery.commit() == 2 and gallery.find(["new", "never"]) == [CLIP, None] and gallery.damage() == []
-    other = Gallery.open(gallery.path)
-    other.remove(["part 0 1"])
-    assert other.commit() == 3
+    with Gallery.open(gallery.path) as other:
+        other.remove(["part 0 1"])
+        assert other.commit() == 3
 
 
 def test_threads_and_failed_writers_leave_no_lock_behind(tmp_path: Path) -> None:
@@ -378,20 +372,19 @@ def test_a_flipped_bit_is_refused_by_whoever_reads_the_file(file: str, gallery: 
     use(gallery)
     (path,) = gallery.glob("removed/*.npy" if file == "removed" else f"segments/*/{file}")
     flip(path)
-    with pytest.raises(XcompatError, match=f"{path.name} has changed since it was written; .*xcompat gallery verify") as refused:
+    with refuses(f"{path.name} has changed since it was written; .*xcompat gallery verify"):
         use(gallery)
-    assert "\n" not in str(refused.value)
     flip(path)
     use(gallery)
 
 
-@pytest.mark.parametrize("old", ['"metric":"cosine"', '"rows":10', '"by":"add"'])
-def test_a_manifest_that_still_parses_is_refused(old: str, gallery: Path) -> None:
-    new = {'"metric":"cosine"': '"metric":"ip"', '"rows":10': '"rows":11', '"by":"add"': '"by":"odd"'}[old]
+@pytest.mark.parametrize(
+    ("old", "new"), [('"metric": "cosine"', '"metric":"ip"'), ('"rows": 10', '"rows":11'), ('"by": "add"', '"by":"odd"')]
+)
+def test_a_manifest_that_still_parses_is_refused(old: str, new: str, gallery: Path) -> None:
     for path in (gallery / "gallery.json", gallery / "generations" / "00000002.json"):
         whole = path.read_text()
-        key, value = old.split(":")
-        damaged = whole.replace(f"{key}: {value}", new)
+        damaged = whole.replace(old, new)
         assert damaged != whole
         path.write_text(damaged)
         with pytest.raises(XcompatError, match=rf"{path.name} is damaged \(it has changed since it was committed\)"):
@@ -406,9 +399,8 @@ def test_a_manifest_that_still_parses_is_refused(old: str, gallery: Path) -> Non
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"schema_version": ' + "9" * 5000 + "}", "[]", "\ud800"])
 def test_a_manifest_that_is_none_is_one_line(text: str, gallery: Path) -> None:
     (gallery / "gallery.json").write_bytes(text.encode("utf-8", "surrogatepass"))
-    with pytest.raises(XcompatError, match=r"gallery.json is damaged") as refused:
+    with refuses("gallery.json is damaged"):
         Gallery.open(gallery)
-    assert "\n" not in str(refused.value)
 
 
 @pytest.fixture
