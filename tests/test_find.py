@@ -1,39 +1,44 @@
-"""``xcompat find``: maps that others have pushed, found by the models they were made for; their cards are strangers'."""
+"""The Hub and strangers: maps found by their models, cards that are theirs, a push stopped anywhere, a token that is nowhere."""
 
 from __future__ import annotations
 
 import json
+import logging
+import os
+import stat
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import yaml
+from conftest import invoke, refuses, store
 from hub_server import Hub, Repository
 from huggingface_hub import HfApi
 from huggingface_hub.repocard_data import eval_results_to_model_index
 from test_map import made, normalised, write
-from test_models import OLD, OLDER
+from test_models import OLD, OLDER, build, shake
+from transformers import AutoModel
 from typer.testing import CliRunner
 
 from xcompat import Fingerprint, XcompatError
 from xcompat.cli import app
+from xcompat.core.files import atomic_path
+from xcompat.embeddings.embed import embed_texts
+from xcompat.hub.lineage import trace_lineage
 from xcompat.hub.metadata import EMBEDS, SEARCHES, Gain, results_of, tag
 from xcompat.hub.search import HubCheckpoint, search
 from xcompat.mapping.map_search import find_maps
+from xcompat.models.embedder import load_embedder
+from xcompat.retrieval import Gallery
 from xcompat.training.push import push
 
 GAINS = [
     Gain("known classes", "cmc@1", 0.5, 0.6, 0.1, (0.05, 0.15)),
     Gain("new classes", "map", 0.4, 0.37, -0.03, (-0.05, -0.01)),
 ]
-
-
-@pytest.fixture
-def encoder(hub: Hub, folder_of: dict[str, str]) -> str:
-    """Return the name of a tiny encoder on the Hub."""
-    hub.add("base/clip", folder_of["clip"])
-    return "base/clip"
 
 
 def found(*command: str) -> tuple[int, str]:
@@ -60,14 +65,16 @@ def index(*gains: Gain) -> list[dict[str, Any]]:
     return eval_results_to_model_index("me/map", results_of(gains, "feature-extraction", "unknown", "photos"))
 
 
-def test_the_map_of_one_user_is_found_by_another(hub: Hub, encoder: str, tmp_path: Path) -> None:
-    pairs = made()
-    new = normalised(pairs.new_ND[:, :16])
-    labels = [str(label) for label in pairs.labels_N]
-    sides = write(tmp_path / "old", pairs.old_Nd, labels=labels), write(tmp_path / "new", new)
-    command = ["map", "--old", str(sides[0]), "--new", str(sides[1]), "--out", str(tmp_path / "out"), "--old-model", "clip-b32"]
-    assert CliRunner().invoke(app, [*command, "--new-model", encoder, "--allow-worse"]).exit_code == 0
-    push(tmp_path / "out", "me/map")
+def push_map(folder: Path, repo: str, old: Path, new: Path, *options: str) -> None:
+    invoke("map", "--old", old, "--new", new, "--out", folder / "out", "--old-model", "clip-b32", "--allow-worse", *options)
+    push(folder / "out", repo)
+
+
+def test_the_map_of_one_user_is_found_by_another(hub: Hub, folder_of: dict[str, str], tmp_path: Path) -> None:
+    pairs, encoder = made(), "base/clip"
+    hub.add(encoder, folder_of["clip"])
+    old = write(tmp_path / "old", pairs.old_Nd, labels=[str(label) for label in pairs.labels_N])
+    push_map(tmp_path, "me/map", old, write(tmp_path / "new", normalised(pairs.new_ND[:, :16])), "--new-model", encoder)
     old = Fingerprint.from_string("clip-b32")
     code, said = found("--old", old.digest, "--new", encoder, "--json")
     (listed,), report = json.loads(said), json.loads((tmp_path / "out" / "report.json").read_text())
@@ -90,11 +97,8 @@ def test_the_map_of_one_user_is_found_by_another(hub: Hub, encoder: str, tmp_pat
 
 
 def test_a_map_that_was_chosen_without_labels_claims_no_results(hub: Hub, tmp_path: Path) -> None:
-    pairs = made()
-    sides = write(tmp_path / "old", pairs.old_Nd), write(tmp_path / "new", pairs.new_ND)
-    command = ["map", "--old", str(sides[0]), "--new", str(sides[1]), "--out", str(tmp_path / "out"), "--allow-worse"]
-    assert CliRunner().invoke(app, [*command, "--old-model", "clip-b32"]).exit_code == 0
-    push(tmp_path / "out", "me/unlabelled")
+    sides = write(tmp_path / "old", made().old_Nd), write(tmp_path / "new", made().new_ND)
+    push_map(tmp_path, "me/unlabelled", *sides)
     card = hub.files("me/unlabelled")["README.md"].decode()
     assert "Validation did not show that queries of this map find as much as old queries" in card
     assert "No report was pushed" not in card
@@ -215,9 +219,8 @@ def test_bad_questions_are_one_line(hub: Hub, tmp_path: Path) -> None:
 def test_a_hub_that_fails_is_one_line(path: str, status: int, hub: Hub) -> None:
     card(hub, "me/map", **stated())
     hub.faults[path] = status
-    with pytest.raises(XcompatError, match=hub.url) as failed:
+    with refuses(hub.url):
         found("--old", Fingerprint.from_string("old").digest)
-    assert "\n" not in str(failed.value)
 
 
 def test_a_model_that_is_gone_meanwhile_has_no_results(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,3 +233,96 @@ def test_a_model_that_is_gone_meanwhile_has_no_results(hub: Hub, monkeypatch: py
 
     monkeypatch.setattr(HfApi, "model_info", too_late)
     assert find_maps(Fingerprint.from_string("old").digest, None).found == [HubCheckpoint("me/map", "", downloads=0, likes=0)]
+
+
+REPO = "me/model"
+
+
+@pytest.fixture(scope="module")
+def versions(folder_of: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Return two states of one model: of one lineage, with other weights."""
+    folders = [tmp_path_factory.mktemp("versions") / name / "model" for name in ("first", "second")]
+    model = build("bct", folder_of)
+    for folder in folders:
+        shake(model)
+        model.export(folder)
+    return folders
+
+
+@pytest.mark.parametrize("status", [0, 500, 403])
+def test_a_push_that_the_hub_stops_is_done_or_not(status: int, hub: Hub, versions: list[Path]) -> None:
+    push(versions[0], REPO)
+    held, steps = dict(hub.files(REPO)), 7
+    for at in range(steps):
+        count = 0
+
+        def stop(asked: str, at: int = at) -> int | None:
+            nonlocal count
+            count += 1
+            return status if count > at else None
+
+        hub.fault = stop  # type: ignore[method-assign]
+        with refuses(""):
+            push(versions[1], REPO)
+        assert hub.files(REPO) == held
+        del hub.fault
+    push(versions[1], REPO)
+    assert AutoModel.from_pretrained(REPO).fingerprint() == AutoModel.from_pretrained(versions[1]).fingerprint()
+
+
+@pytest.mark.parametrize("answer", [b"<html>busy</html>", b"[1, 2]", b"5", b"", b"\xff\xfe"])
+def test_an_answer_that_is_no_configuration(answer: bytes, hub: Hub, versions: list[Path], tmp_path: Path) -> None:
+    hub.add(REPO, versions[0])
+    hub.repos[REPO].commit(hub.files(REPO) | {"config.json": answer})
+    for command in (trace_lineage, partial(push, versions[0])):
+        with refuses(""):
+            command(REPO)
+    assert hub.files(REPO)["config.json"] == answer
+
+
+def test_the_token_is_nowhere(
+    hub: Hub, versions: list[Path], tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With a Hub that asks for it, so that it is surely used."""
+    caplog.set_level(logging.DEBUG, logger="xcompat")
+    hub.token = "hf_secret"
+    assert os.environ["HF_TOKEN"] == hub.token
+    said = [push(versions[0], REPO)]
+    load_embedder(REPO)
+    trace_lineage(REPO)
+    for hub.token, status in (("hf_of_somebody_else", None), ("hf_secret", 500), ("hf_secret", 0)):
+        hub.faults = {"": status} if status is not None else {}
+        for command in (partial(push, versions[1]), trace_lineage, load_embedder):
+            with pytest.raises(XcompatError) as refused:
+                command("me/other")
+            said.append(str(refused.value))
+    printed = capsys.readouterr()
+    said += [caplog.text, printed.out, printed.err, *(str(content) for content in hub.files(REPO).values())]
+    assert not [text for text in said if "hf_secret" in text]
+    files = [file for folder in (tmp_path, versions[0].parent) for file in folder.rglob("*") if file.is_file()]
+    assert files and not [file for file in files if b"hf_secret" in file.read_bytes()]
+
+
+@pytest.fixture(params=[0o022, 0o027, 0o077], ids=["022", "027", "077"])
+def umask(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = os.umask(request.param)
+    yield request.param
+    os.umask(before)
+
+
+def test_what_is_written_is_as_open_as_the_umask_says(umask: int, folder_of: dict[str, str], tmp_path: Path) -> None:
+    root = tmp_path / "made"
+    with atomic_path(root / "folder") as temporary:
+        temporary.mkdir()
+        (temporary / "file").write_text("")
+    build("bct", folder_of).export(root / "model")
+    model = load_embedder(folder_of["clip"])
+    embed_texts(model, ["a dog", "two cats"], root / "cache", "digest")
+    store(Gallery.create(root / "gallery", model), model.embed(model.processor.texts(["a dog"])), ["a dog"], [{"kind": "dog"}])
+    made = [path for path in root.rglob("*") if not path.is_symlink()]
+    wrong = {
+        str(path.relative_to(root)): oct(mode)
+        for path in made
+        if (mode := stat.S_IMODE(path.stat().st_mode)) != (0o777 if path.is_dir() else 0o666) & ~umask
+    }
+    assert not wrong and len(made) > 10

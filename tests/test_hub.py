@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from conftest import Run
+from conftest import Run, refuses
 from hub_server import Hub, Repository
 from huggingface_hub import ModelCard
 from peft import PeftModel
@@ -81,17 +81,15 @@ def test_what_is_pushed_is_pulled(method: str, hub: Hub, on_hub: dict[str, str],
 )
 def test_adapters_alone_are_the_whole_model(
     architecture: str,
-    folder_of: dict[str, str],
-    image_folder_of: dict[str, str],
+    encoder_of: dict[str, str],
     images: list[Image.Image],
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
-    method = "bct" if architecture in image_folder_of else "xbt"
     more = {"train_encoder": "layer_norm"} if architecture == "clip" else {}
-    model = build(method, {"clip": (folder_of | image_folder_of)[architecture]}, adapters=ADAPTERS, **more)
+    model = build("bct" if architecture == "vit" else "xbt", {"clip": encoder_of[architecture]}, adapters=ADAPTERS, **more)
     shake(model)
     whole, alone = tmp_path / "whole", tmp_path / "alone"
     model.save_pretrained(whole)
@@ -138,8 +136,7 @@ def test_adapters_stay_with_the_commit_of_their_base(
     shake(model)
     trained_on = hub.repos["base/clip"].branches["main"]
     model.export(tmp_path / "model")
-    code, _, error = run_xcompat("push", tmp_path / "model", "me/adapters", "--adapters-only")
-    assert code == 0, error
+    run_xcompat.output("push", tmp_path / "model", "me/adapters", "--adapters-only")
     hub.add("base/clip", save_stand_in(tmp_path / "other", "clip", 16, seed=9))
     assert json.loads(hub.files("me/adapters")["config.json"])["encoder"]["revision"] == trained_on
     assert AutoModel.from_pretrained("me/adapters").fingerprint() == model.fingerprint(), "main has moved on, the commit has not"
@@ -155,9 +152,8 @@ def test_a_base_that_changed_is_refused(folder_of: dict[str, str], tmp_path: Pat
     model.leave_out_base().export(tmp_path / "adapters")
     shutil.copytree(save_stand_in(tmp_path / "other", "clip", 16, seed=9), base, dirs_exist_ok=True)
     refusal = rf"these adapters need {base}@\w{{12}}, but the base {base} is {base}@\w{{12}}; "
-    with pytest.raises(FingerprintMismatchError, match=refusal) as refused:
+    with refuses(refusal, FingerprintMismatchError):
         AutoModel.from_pretrained(tmp_path / "adapters")
-    assert "\n" not in str(refused.value)
     with pytest.raises(FingerprintMismatchError, match="these adapters need"):
         model.save_pretrained(tmp_path / "again")
     shutil.rmtree(base)
@@ -165,9 +161,7 @@ def test_a_base_that_changed_is_refused(folder_of: dict[str, str], tmp_path: Pat
         AutoModel.from_pretrained(tmp_path / "adapters")
 
 
-def test_a_name_with_a_revision_is_that_commit(
-    hub: Hub, on_hub: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_revision_is_that_commit(hub: Hub, on_hub: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("xbt", on_hub)
     model.export(tmp_path / "model")
     first = hub.add("me/model", tmp_path / "model")
@@ -387,13 +381,18 @@ def test_forms_of_one_run_share_a_place(finished: Finish, hub: Hub, images: list
     assert AutoModel.from_pretrained("me/pair").fingerprint() == whole.fingerprint(), "the default branch is as it was"
 
 
+def drawn_memory(dim: int, other_dim: int) -> QueryMemory:
+    memory = QueryMemory(dim, other_dim, entries=3)
+    torch.nn.init.normal_(memory.keys_KD)
+    torch.nn.init.normal_(memory.values_Kd)
+    return memory
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("memory", ["transform", "none"])
 def test_what_queries_remember_may_stay_at_home(memory: MemoryParts, hub: Hub, on_hub: dict[str, str], tmp_path: Path) -> None:
     model = build("ridge", on_hub)
-    remembered = QueryMemory(model.config.embedding_dim, model.config.old["dim"], entries=3)
-    torch.nn.init.normal_(remembered.keys_KD)
-    torch.nn.init.normal_(remembered.values_Kd)
+    remembered = drawn_memory(model.config.embedding_dim, model.config.old["dim"])
     remembered.metric = LearnedTransform.solve(torch.ones(8) / 8, torch.diag(torch.arange(1.0, 9.0)), 0.5, 0.1)
     model.remember(remembered.calibrate(3.0, -1.0)).export(tmp_path / "model")
     push(tmp_path / "model", "me/whole")
@@ -416,10 +415,7 @@ def test_what_queries_remember_may_stay_at_home(memory: MemoryParts, hub: Hub, o
 @torch.no_grad()
 def test_what_a_map_of_galleries_remembers_may_stay_at_home(hub: Hub, on_hub: dict[str, str], tmp_path: Path) -> None:
     model = build("fct", on_hub)
-    remembered = QueryMemory(model.config.old["dim"], model.config.embedding_dim, entries=3)
-    torch.nn.init.normal_(remembered.keys_KD)
-    torch.nn.init.normal_(remembered.values_Kd)
-    model.remember(remembered).export(tmp_path / "model")
+    model.remember(drawn_memory(model.config.old["dim"], model.config.embedding_dim)).export(tmp_path / "model")
     with pytest.raises(XcompatError, match="maps galleries, which have no learned transform; use --memory none"):
         push(tmp_path / "model", "me/part", memory="transform")
     push(tmp_path / "model", "me/whole")
@@ -496,8 +492,6 @@ def test_a_plain_encoder_is_pushed_as_it_is(hub: Hub, folder_of: dict[str, str],
     other = save_stand_in(tmp_path / "other", "clip", 16, seed=9)
     with pytest.raises(XcompatError, match="me/clip contains another model: its fingerprint is"):
         push(other, "me/clip")
-    with pytest.raises(XcompatError, match="is a plain encoder"):
-        push(other, "me/clip", "adapters")
 
 
 @pytest.mark.parametrize(
@@ -505,26 +499,16 @@ def test_a_plain_encoder_is_pushed_as_it_is(hub: Hub, folder_of: dict[str, str],
     [
         ("bct", "adapters", "trained without adapters"),
         ("bct", "merged", "no LoRA to merge"),
+        ("independent", "adapters", "is a plain encoder"),
         ("ridge", "adapters", "is a map without encoder"),
         ("xbt", "adapters", "is a local folder, so others cannot load it; push the whole model"),
     ],
 )
-def test_forms_that_a_model_has_not(
-    method: str, form: Form, reason: str, hub: Hub, folder_of: dict[str, str], tmp_path: Path
-) -> None:
+def test_impossible_push_forms(method: str, form: Form, reason: str, hub: Hub, folder_of: dict[str, str], tmp_path: Path) -> None:
     build(method, folder_of).export(tmp_path / "model")
     with pytest.raises(XcompatError, match=reason):
         push(tmp_path / "model", "me/model", form)
     assert "me/model" not in hub.repos
-
-
-def test_what_peft_reads_names_no_folder_of_this_machine(hub: Hub, folder_of: dict[str, str]) -> None:
-    build("xbt", folder_of).leave_out_base().push_to_hub("me/adapters")
-    pushed = hub.files("me/adapters")
-    read = json.loads(pushed["lora/adapter_config.json"])
-    assert read["base_model_name_or_path"] == json.loads(pushed["config.json"])["encoder"]["name"] == Path(folder_of["clip"]).name
-    assert "lora/adapter_model.safetensors" in pushed
-    assert not any(folder_of["clip"].encode() in content for content in pushed.values())
 
 
 def test_the_model_of_a_run_and_its_report_are_found(finished: Finish, hub: Hub, tmp_path: Path) -> None:
@@ -627,7 +611,12 @@ def test_transformers_own_ways_to_push(hub: Hub, folder_of: dict[str, str], tmp_
     assert json.loads((tmp_path / "saved" / "config.json").read_text())["encoder"]["name"] == folder_of["clip"], "stays as it is"
     assert json.loads(hub.files("me/saved")["config.json"])["encoder"]["name"] == "clip"
     assert not (tmp_path / "saved" / "README.md").exists()
-    assert not [name for name, content in hub.files("me/saved").items() if folder_of["clip"].encode() in content]
+    model.leave_out_base().push_to_hub("me/adapters")
+    pushed = hub.files("me/adapters")
+    read = json.loads(pushed["lora/adapter_config.json"])
+    assert read["base_model_name_or_path"] == "clip" and "lora/adapter_model.safetensors" in pushed
+    assert not any(folder_of["clip"].encode() in content for content in (*pushed.values(), *hub.files("me/saved").values()))
+    model = build("xbt", folder_of)
     model.push_to_hub("me/saved", tags=["photos"], commit_message="Again", revision="second", max_shard_size="100KB")
     card = ModelCard(hub.files("me/saved", "second")["README.md"].decode())
     assert card.data.tags[:4] == ["xcompat", "xbt", "backward-compatible", "photos"]

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import TEXTS
+from conftest import TEXTS, refuses
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from schedule import METHOD_OF_EACH_KIND, mostly_nightly, mostly_nightly_rows
@@ -116,11 +116,9 @@ def test_layers_in_a_row_give_what_the_model_gives(method: str, folder_of: dict[
 
 
 @pytest.mark.parametrize("form", mostly_nightly([*METHODS, *MORE], (*METHOD_OF_EACH_KIND, "independent", *MORE).__contains__))
-def test_a_saved_model_is_whole_and_so_is_what_it_saves(
-    form: str, folder_of: dict[str, str], image_folder_of: dict[str, str], images: list[Image.Image], tmp_path: Path
-) -> None:
+def test_a_saved_model_is_whole(form: str, encoder_of: dict[str, str], images: list[Image.Image], tmp_path: Path) -> None:
     method = {"adapters": "xbt", "open_clip": "independent", "resnet": "bct"}.get(form, form)
-    model = build(method, folder_of | {"clip": (folder_of | image_folder_of).get(form, folder_of["clip"])})
+    model = build(method, {"clip": encoder_of.get(form, encoder_of["clip"])})
     shake(model)
     if form == "adapters":
         model.leave_out_base()
@@ -139,16 +137,15 @@ def test_a_saved_model_is_whole_and_so_is_what_it_saves(
 
 
 @pytest.mark.parametrize("architecture", ["clip", "resnet"])
-def test_lost_processor(architecture: str, folder_of: dict[str, str], image_folder_of: dict[str, str], tmp_path: Path) -> None:
-    build("bct", {"clip": (folder_of | image_folder_of)[architecture]}).export(tmp_path / "first")
+def test_lost_processor(architecture: str, encoder_of: dict[str, str], tmp_path: Path) -> None:
+    build("bct", {"clip": encoder_of[architecture]}).export(tmp_path / "first")
     for file in (tmp_path / "first").iterdir():
         if file.name not in ("config.json", "model.safetensors"):
             file.unlink()
     model = AutoModel.from_pretrained(tmp_path / "first")
     for wanted in (lambda: model.processor, lambda: model.save_pretrained(tmp_path / "second")):
-        with pytest.raises(XcompatError, match="cannot read the preprocessing of .*first .*; restore its files") as refusal:
+        with refuses("cannot read the preprocessing of .*first .*; restore its files"):
             wanted()
-        assert "\n" not in str(refusal.value)
     assert (tmp_path / "second" / "model.safetensors").exists()
 
 
@@ -255,9 +252,7 @@ def test_steps_lower_the_loss_and_move_trained_parts(method: str, folder_of: dic
 
 
 @pytest.mark.parametrize("method", mostly_nightly(TRAINED, METHOD_OF_EACH_KIND.__contains__))
-def test_embedding_computes_no_loss_and_a_loss_needs_its_columns(
-    method: str, folder_of: dict[str, str], images: list[Image.Image]
-) -> None:
+def test_a_loss_needs_its_columns(method: str, folder_of: dict[str, str], images: list[Image.Image]) -> None:
     model = build(method, folder_of)
     batch = batch_for(model, images)
     for column in model.columns:
