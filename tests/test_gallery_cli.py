@@ -39,8 +39,6 @@ def test_build_search_add_and_the_rest(run: Run, photos: Path, tmp_path: Path, f
     gallery, model = tmp_path / "gallery", folder_of["clip"]
     code, out, err = run("build", photos, "--model", model, "--out", gallery)
     assert (code, err) == (0, "") and "120 images added" in out and "1 cannot be read" in out
-    out = run.output("build", photos, "--model", model, "--out", gallery)
-    assert "0 images added" in out and "120 were there already" in out
     refused = run.refusal("build", photos, "--model", model, "--out", gallery, "--index", "HNSW8")
     assert "remove --index" in refused, "what it was made with stays"
     out = run.output("search", gallery, photos / "inner" / "7.png", "--model", model, "--top-k", 3)
@@ -52,10 +50,6 @@ def test_build_search_add_and_the_rest(run: Run, photos: Path, tmp_path: Path, f
     assert "120 items" in out and "yes" in out and "create" in out
     assert "1 segment;" in run.output("compact", gallery)
     assert "has no generation 0" in run.refusal("rollback", gallery, 0)
-    index = gallery / "segments" / Gallery.open(gallery).segments[0].record.name / "index.faiss"
-    index.write_bytes(index.read_bytes()[:-1])
-    code, out, _ = run("verify", gallery)
-    assert code == 1 and "index.faiss has" in out
 
 
 def test_rollback_lists_states_and_returns_to_one(run: Run, tmp_path: Path) -> None:
@@ -87,9 +81,7 @@ def test_a_build_from_another_folder_adds_nothing_twice(run: Run, photos: Path, 
 
 
 @pytest.mark.parametrize("verb", [("build", "photos"), ("add", "g", "photos"), ("search", "g", "a dog"), ("upgrade", "g")])
-def test_models_compute_on_the_accelerator_of_the_process(
-    verb: tuple[str, ...], run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_models_use_the_own_accelerator(verb: tuple[str, ...], run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def load(name: str, device: torch.device, autocast: Autocast = "auto") -> None:
         raise XcompatError(f"{name} on {device} in {autocast}")
 
@@ -222,22 +214,6 @@ def test_metadata_are_asked_for_as_text_or_as_json(run: Run, tmp_path: Path, old
     assert "filter 'year' is not KEY=VALUE" in run.refusal(*asked, "year")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("build", "nowhere", "--model", "x"), "x"),
-        (("build",), "name the model with --model"),
-        (("build", "photos", "--model", "x", "--ids", "ids.txt"), "--ids works only with vectors; remove it"),
-        (("upgrade", "gallery", "--model", "x", "--budget", "9"), "--budget applies to re-embedded images: add --backfill"),
-        (("upgrade", "gallery", "--model", "x", "--dtype", "bfloat16"), "--dtype applies to re-embedded images"),
-        (("search", "nowhere", "text", "--model", "x"), "nowhere is not a gallery"),
-        (("verify", "nowhere"), "nowhere is not a gallery"),
-    ],
-)
-def test_mistakes_are_one_line(arguments: tuple[str, ...], message: str, run: Run) -> None:
-    assert message in run.refusal(*arguments)
-
-
 @pytest.mark.parametrize("captions", [True, False])
 def test_columns_beside_images_are_metadata(captions: bool, run: Run, photos: Path, tmp_path: Path, old_folder: str) -> None:
     rows = [("0.png", "a dog", "red"), ("0.png", "an animal", "blue"), ("2.png", "a cat", ""), ("4.png", "a bird", "green")]
@@ -303,9 +279,7 @@ def test_other_images_of_the_same_names_are_refused(run: Run, tmp_path: Path, fo
     run.output("add", gallery, tmp_path / "other", "--model", model)
 
 
-def test_photos_embedded_on_their_side_are_named_and_replaced(
-    run: Run, tmp_path: Path, old_folder: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_photos_on_their_side_are_replaced(run: Run, tmp_path: Path, old_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     photos, gallery = tmp_path / "photos", tmp_path / "gallery"
     photos.mkdir()
     for number in range(20):
@@ -326,9 +300,7 @@ def test_photos_embedded_on_their_side_are_named_and_replaced(
     assert "on their side" not in out and "20 were there already" in out
 
 
-def test_an_interrupted_build_keeps_what_is_embedded(
-    run: Run, photos: Path, tmp_path: Path, old_folder: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_builds_are_continued(run: Run, photos: Path, tmp_path: Path, old_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     gallery, add, added = tmp_path / "gallery", Gallery.add, []
 
     def add_and_interrupt(self: Gallery, embeds: np.ndarray, *arguments: object, **options: object) -> None:

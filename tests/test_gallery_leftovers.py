@@ -365,22 +365,19 @@ def use(folder: Path) -> None:
     gallery.segments[0].side_info(np.arange(2))
 
 
-@pytest.mark.parametrize(
-    "file", ["index.faiss", "rows.arrow", "vectors.npy", "side_info.npy", "id_hashes.npy", "id_order.npy", "removed"]
-)
-def test_a_flipped_bit_is_refused_by_whoever_reads_the_file(file: str, gallery: Path) -> None:
+def test_a_flipped_bit_is_refused_by_whoever_reads_the_file(gallery: Path) -> None:
     use(gallery)
-    (path,) = gallery.glob("removed/*.npy" if file == "removed" else f"segments/*/{file}")
-    flip(path)
-    with refuses(f"{path.name} has changed since it was written; .*xcompat gallery verify"):
+    files = [*gallery.glob("removed/*.npy"), *gallery.glob("segments/*/*.*")]
+    assert len(files) == 7
+    for file in files:
+        flip(file)
+        with refuses(f"{file.name} has changed since it was written; .*xcompat gallery verify"):
+            use(gallery)
+        flip(file)
         use(gallery)
-    flip(path)
-    use(gallery)
 
 
-@pytest.mark.parametrize(
-    ("old", "new"), [('"metric": "cosine"', '"metric":"ip"'), ('"rows": 10', '"rows":11'), ('"by": "add"', '"by":"odd"')]
-)
+@pytest.mark.parametrize(("old", "new"), [("cosine", "ip"), ('"rows": 10', '"rows": 11'), ('"by": "add"', '"by": "odd"')])
 def test_a_manifest_that_still_parses_is_refused(old: str, new: str, gallery: Path) -> None:
     for path in (gallery / "gallery.json", gallery / "generations" / "00000002.json"):
         whole = path.read_text()
@@ -396,11 +393,11 @@ def test_a_manifest_that_still_parses_is_refused(old: str, new: str, gallery: Pa
         Gallery.open(gallery, generation=2)
 
 
-@pytest.mark.parametrize("text", ["[" * 100_000, '{"schema_version": ' + "9" * 5000 + "}", "[]", "\ud800"])
-def test_a_manifest_that_is_none_is_one_line(text: str, gallery: Path) -> None:
-    (gallery / "gallery.json").write_bytes(text.encode("utf-8", "surrogatepass"))
-    with refuses("gallery.json is damaged"):
-        Gallery.open(gallery)
+def test_a_manifest_that_is_none_is_one_line(gallery: Path) -> None:
+    for text in ("[" * 100_000, '{"schema_version": ' + "9" * 5000 + "}", "[]", "\ud800"):
+        (gallery / "gallery.json").write_bytes(text.encode("utf-8", "surrogatepass"))
+        with refuses("gallery.json is damaged"):
+            Gallery.open(gallery)
 
 
 @pytest.fixture

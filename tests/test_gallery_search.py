@@ -10,7 +10,6 @@ import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import faiss
 import numpy as np
 import pytest
 import torch
@@ -19,9 +18,9 @@ from conftest import Run, store, write_photos
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from PIL import Image
 from schedule import mostly_nightly
-from store_places import OLD
+from store_places import OLD, unit_vectors
+from test_index_gallery import write_index
 
 import xcompat.stores
 from xcompat import Fingerprint, XcompatError
@@ -132,9 +131,7 @@ def test_ids_are_whole_and_no_column_is_empty(run: Run, gallery: Path, old_folde
     assert "".join(cell for (cell,) in cells).count(LONG) == 10
 
 
-def test_hits_of_several_models_show_their_ranking(
-    run: Run, mixed: Path, compatible_folder: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hits_of_models_show_a_standing(run: Run, mixed: Path, compatible_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(searching, "FEWEST_SAMPLED", 6)  # each model's six items speak for themselves, as 64 do
     code, out, _ = run("search", mixed, "a dog", "--model", compatible_folder, "--top-k", 12, "--json")
     hits = json.loads(out)["hits"]
@@ -169,39 +166,28 @@ def test_two_unreadable_images_of_many_do_not_stop_a_build(run: Run, photos: Pat
     assert "works with images only" in run.refusal("build", tmp_path / "docs.txt", *more, "--max-bad-share", 0.3)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((), "give one query, or many with --queries"),
+def test_impossible_searches(
+    run: Run, gallery: Path, tmp_path: Path, encoder_of: dict[str, str], old_folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(write_photos(tmp_path / "here", 1))
+    Path("asked.txt").write_text("a dog\n")
+    Path("my_queries").mkdir()
+    Path("bad.txt").write_text("00.png\ngone.png\n")
+    np.save("flat.npy", np.ones(4, np.float32))
+    for arguments, message in (
         (("a dog", "--queries", "asked.txt"), "not both"),
-        (("a dog", "--json", "--csv"), "--json and --csv are two forms of the same result"),
         (("photos/nope.jpg",), "there is no image photos/nope.jpg; there is no photos in"),
         (("--queries", "nope.txt"), "nope.txt does not exist"),
         (("--queries", "bad.txt"), "1 of 2 queries cannot be used, more than the share 0.1: gone.png: unreadable image"),
         (("--queries", "asked.tx"), "asked.tx does not exist; did you mean 'asked.txt'?"),
         (("--queries", "my_qeries"), "my_qeries does not exist; did you mean 'my_queries'?"),
         (("--queries", "flat.npy"), "flat.npy has the shape (4,)"),
-    ],
-)
-def test_what_cannot_be_asked_is_one_line(
-    arguments: tuple, message: str, run: Run, gallery: Path, tmp_path: Path, old_folder: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "asked.txt").write_text("a dog\n")
-    (tmp_path / "my_queries").mkdir()
-    Image.new("RGB", (8, 8)).save(tmp_path / "there.png")
-    (tmp_path / "bad.txt").write_text("there.png\ngone.png\n")
-    np.save(tmp_path / "flat.npy", np.ones(4, np.float32))
-    code, out, err = run("search", gallery, *arguments, "--model", old_folder)
-    assert code == 2 and out == "" and err.count("\n") == 1 and message in err
-    assert "share" not in message or err.endswith("; fix or remove them\n"), "this verb has no option for it"
-
-
-def test_a_text_asked_of_a_model_of_images(run: Run, tmp_path: Path, image_folder_of: dict[str, str]) -> None:
-    made = Gallery.create(tmp_path / "g", load_embedder(image_folder_of["resnet"]))
-    store(made, np.eye(made.manifest.versions[0].dim)[:2], ["a", "b"], version=made.versions[0])
-    err = run.refusal("search", made.path, "a dog", "--model", image_folder_of["resnet"])
-    assert "embeds images only" in err and "give the path of an image" in err
+    ):
+        err = run.refusal("search", gallery, *arguments, "--model", old_folder)
+        assert message in err
+        assert "share" not in message or err.endswith("; fix or remove them\n"), "this verb has no option for it"
+    Gallery.create("of images", load_embedder(encoder_of["resnet"]))
+    assert "embeds images only" in run.refusal("search", "of images", "a dog", "--model", encoder_of["resnet"])
 
 
 def test_control_characters_of_an_id_stay_escaped_in_json(capsys: pytest.CaptureFixture[str]) -> None:
@@ -254,9 +240,8 @@ def outcome(
     (photos / f"{BAD}.png").write_bytes(b"no image")
     for file in more.iterdir():
         file.rename(file.with_name(f"another {file.name}"))
-    (folder / "texts.txt").write_text(
-        "".join(f"{'so very ' * (row % 3)}bear number {row} sleeps in winter\n" for row in range(TEXTS))
-    )
+    lines = (f"{'so very ' * (row % 3)}bear number {row} sleeps in winter\n" for row in range(TEXTS))
+    (folder / "texts.txt").write_text("".join(lines))
     (folder / "commands.py").write_text(COMMANDS)
     made = {}
     for processes in (1, 2):
@@ -436,14 +421,10 @@ def test_ties_are_found_in_gallery_order(metric: str, steps: list[Any]) -> None:
 
 @pytest.mark.parametrize("factory", ["Flat", "IVF4,Flat", "IVF4,SQ8", "SQ8", "IDMap,Flat"])
 def test_ties_of_an_adopted_index_are_found_in_its_order(factory: str, tmp_path: Path) -> None:
-    vectors = np.random.default_rng(2).normal(size=(400, DIM)).astype(np.float32)
-    vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
+    vectors = unit_vectors(400, DIM, 2)
     same = np.sort(np.random.default_rng(3).choice(400, 60, replace=False))
     vectors[same] = vectors[same[0]]
-    index = faiss.index_factory(DIM, factory, faiss.METRIC_INNER_PRODUCT)
-    index.train(vectors)
-    index.add_with_ids(vectors, np.arange(400)) if "IDMap" in factory else index.add(vectors)
-    faiss.write_index(index, str(tmp_path / "i.faiss"))
+    write_index(tmp_path / "i.faiss", vectors, factory, ids=range(400) if "IDMap" in factory else None)
     gallery = Gallery.from_faiss(tmp_path / "g", tmp_path / "i.faiss", [str(row) for row in range(400)], FIRST)
     query, effort = vectors[same[:1]], "nprobe=4" if "IVF" in factory else None
     for k in (1, 7, 59, 60):

@@ -20,6 +20,7 @@ from rich.console import Console
 from schedule import mostly_nightly, mostly_nightly_rows
 from scipy.stats import binomtest
 from store_places import unit_vectors as unit
+from test_index_gallery import write_index
 
 from xcompat import Fingerprint, FingerprintMismatchError, XcompatError
 from xcompat.encoders.standins import save_stand_in
@@ -117,9 +118,8 @@ def test_an_upgrade_maps_every_embedding_and_can_be_undone(made: Callable[[], Co
 
 
 def test_adopted_embeddings_that_were_never_normalised_are_mapped_as_the_old_model_makes_them(tmp_path: Path) -> None:
-    index = faiss.IndexFlatL2(d)
-    index.add(unit(N, d, 0) * np.random.default_rng(1).uniform(5, 9, (N, 1)).astype(np.float32))
-    faiss.write_index(index, str(tmp_path / "own.faiss"))
+    long = unit(N, d, 0) * np.random.default_rng(1).uniform(5, 9, (N, 1)).astype(np.float32)
+    write_index(tmp_path / "own.faiss", long, metric=faiss.METRIC_L2)
     gallery, model = Gallery.from_faiss(tmp_path / "g", tmp_path / "own.faiss", numbered(N), OLD), gallery_map()
     gallery.upgrade(model)
     expected = model.upgrade(torch.from_numpy(unit(N, d, 0))).detach().numpy()
@@ -210,16 +210,10 @@ def test_what_cannot_be_upgraded_is_refused(tmp_path: Path) -> None:
     assert gallery.generation == 2 and gallery.damage() == []
 
 
-@pytest.mark.parametrize(("factory", "wrapped"), [("Flat", True), ("IVF4,Flat", False), ("HNSW8", False)])
-def test_a_faiss_index_is_adopted_where_it_is(factory: str, wrapped: bool, tmp_path: Path) -> None:
-    index = faiss.index_factory(d, factory, faiss.METRIC_INNER_PRODUCT)
-    index.train(unit(N, d, 0))
-    if wrapped:
-        index = faiss.IndexIDMap(index)
-        index.add_with_ids(unit(N, d, 0), np.arange(1000, 1000 + N))
-    else:
-        index.add(unit(N, d, 0))
-    faiss.write_index(index, str(tmp_path / "own.faiss"))
+@pytest.mark.parametrize("factory", ["IDMap,Flat", "IVF4,Flat", "HNSW8"])
+def test_a_faiss_index_is_adopted_where_it_is(factory: str, tmp_path: Path) -> None:
+    own_ids = range(1000, 1000 + N) if "IDMap" in factory else None
+    write_index(tmp_path / "own.faiss", unit(N, d, 0), factory, ids=own_ids)
     before = (tmp_path / "own.faiss").read_bytes()
     gallery = Gallery.from_faiss(tmp_path / "g", tmp_path / "own.faiss", [f"i{number}" for number in range(N)], OLD)
     assert gallery.metric == "cosine" and len(gallery) == N
@@ -236,9 +230,8 @@ def test_a_faiss_index_is_adopted_where_it_is(factory: str, wrapped: bool, tmp_p
 
 
 def test_an_index_that_does_not_fit_is_not_adopted(tmp_path: Path) -> None:
-    index, own, text, five = faiss.IndexFlatL2(d), tmp_path / "own.faiss", tmp_path / "text.faiss", numbered(5)
-    index.add(unit(5, d, 0))
-    faiss.write_index(index, str(own))
+    text, five = tmp_path / "text.faiss", numbered(5)
+    own = write_index(tmp_path / "own.faiss", unit(5, d, 0), metric=faiss.METRIC_L2)
     text.write_text("no index")
     for path, names, said in (
         (own, five[:4], "holds 5 vectors, but there are 4 ids"),
@@ -447,10 +440,7 @@ def test_other_preparation_is_named(changed: dict[str, object], said: str, photo
 def test_quantised_indexes_raise_no_alarm(factory: str, length: float, photos: Path, model: Embedder, tmp_path: Path) -> None:
     names, vectors = embedded(photos, model)
     vectors[:5] = foreign(photos, tmp_path)[:5]
-    index = faiss.index_factory(8, factory, faiss.METRIC_L2)
-    index.train(length * vectors)
-    index.add(length * vectors)
-    faiss.write_index(index, str(tmp_path / "own.faiss"))
+    write_index(tmp_path / "own.faiss", length * vectors, factory, faiss.METRIC_L2)
     gallery = Gallery.from_faiss(tmp_path / "g", tmp_path / "own.faiss", names, model)
     (finding,) = examine(gallery, load_originals(photos), model)
     alarms = set(finding.foreign) - set(names[:5])
@@ -473,17 +463,20 @@ def test_each_version_is_looked_at_by_itself(photos: Path, model: Embedder, tmp_
     assert wide.interval == (0.0, 1.0) and wide.share == 0
 
 
-def test_the_command_says_what_it_found(
+def test_doctor_says_what_it_found(
     photos: Path, model: Embedder, old_folder: str, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(commands, "console", Console(width=80))
     names, vectors = embedded(photos, model)
     gallery_of(tmp_path / "good", model, names, vectors)
     vectors[:20] = foreign(photos, tmp_path)[:20]
     gallery_of(tmp_path / "bad", model, names, vectors)
+    asked = ("doctor", tmp_path / "bad", "--model", old_folder)
+    code, out, err = run(*asked, "--images", photos, "--json")
+    (version,) = json.loads(out)["versions"]
+    assert code == 1 and len(version["foreign"]) == 20 and version["looked_at"] == len(names), err
+    monkeypatch.setattr(commands, "console", Console(width=80))
     out = run.output("doctor", tmp_path / "good", "--model", old_folder, "--images", photos)
     assert "0.0%" in out and "0.0% to 3.7%" in out
-    asked = ("doctor", tmp_path / "bad", "--model", old_folder)
     code, out, _ = run(*asked, "--images", photos)
     assert code == 1 and "20.0%" in out and "of another origin: 0.png" in out and "and 10 more" in out
     assert "--images" in run.refusal(*asked)
@@ -534,18 +527,13 @@ def test_a_canary_shows_that_a_model_has_changed(
     assert "needs only a gallery's folder and --model" in run_xcompat.refusal(*checking, "--images", photos)
 
 
-def test_results_are_json(photos: Path, model: Embedder, old_folder: str, tmp_path: Path, run_xcompat: Run) -> None:
-    names, vectors = embedded(photos, model)
-    vectors[:20] = foreign(photos, tmp_path)[:20]
-    gallery_of(tmp_path / "g", model, names, vectors)
-    code, out, err = run_xcompat("gallery", "doctor", tmp_path / "g", "--model", old_folder, "--images", photos, "--json")
-    (version,) = json.loads(out)["versions"]
-    assert code == 1 and len(version["foreign"]) == 20 and version["looked_at"] == len(names), err
-    found = json.loads(run_xcompat.output("gallery", "info", tmp_path / "g", "--json"))
-    assert found["items"] == len(names) and found["versions"][0]["fingerprint"] == model.fingerprint.digest
-    assert [state["items"] for state in found["states"]][-1] == len(names) and found["bytes"] > 0
-    verify = ("gallery", "verify", tmp_path / "g", "--json")
-    assert json.loads(run_xcompat.output(*verify)) == {"passed": True, "items": len(names), "segments": 1, "damaged": []}
+def test_results_are_json(tmp_path: Path, run: Run) -> None:
+    old_gallery(tmp_path / "g")
+    found = json.loads(run.output("info", tmp_path / "g", "--json"))
+    assert found["items"] == N and found["versions"][0]["fingerprint"] == OLD.digest
+    assert [state["items"] for state in found["states"]][-1] == N and found["bytes"] > 0
+    verify = ("verify", tmp_path / "g", "--json")
+    assert json.loads(run.output(*verify)) == {"passed": True, "items": N, "segments": 1, "damaged": []}
     next((tmp_path / "g").rglob("*.faiss")).write_bytes(b"damaged")
-    code, out, _ = run_xcompat(*verify)
+    code, out, _ = run(*verify)
     assert code == 1 and not json.loads(out)["passed"] and len(json.loads(out)["damaged"]) == 1
