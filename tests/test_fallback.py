@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import faiss
 import numpy as np
 import pytest
 import torch
-from conftest import store
+from conftest import Run, invoke, store, write_embeds
 from pydantic import ValidationError
 from test_confidence import remembering
+from test_index_gallery import write_index
 from test_map import made
 from transformers import AutoModel, pipeline
-from typer.testing import CliRunner
 
 import xcompat
 from xcompat import FingerprintMismatchError, XbtModel, XcompatError
-from xcompat.cli import app
 from xcompat.core.progress import notice_once
 from xcompat.evaluation import EmbeddedImages, EvaluatedModels, cmc
 from xcompat.evaluation.selective import area_under_roc, risk_coverage
@@ -44,13 +42,7 @@ from xcompat.training.evaluate_command import evaluate_embeddings
 from xcompat.training.model_evaluation import evaluate_cases
 from xcompat.training.sections import EvaluationSettings
 
-Run = Callable[..., tuple[int, str, str]]
 TEXTS = ["a dog", "two cats", "a red shoe", "a blue shoe", "no tree", "some cups"]
-
-
-@pytest.fixture(scope="module")
-def old(old_folder: str) -> Embedder:
-    return load_embedder(old_folder)
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +80,7 @@ def gallery(old: Embedder, tmp_path: Path) -> Gallery:
     return store(Gallery.create(tmp_path / "gallery", old), old.embed(old.processor.texts(TEXTS)), TEXTS)
 
 
-def test_every_hit_says_how_sure_its_query_is(gallery: Gallery, model: CompatModel, old: Embedder, asked: Any) -> None:
+def test_hits_say_how_sure_queries_are(gallery: Gallery, model: CompatModel, old: Embedder, asked: Any, tmp_path: Path) -> None:
     embeds, confidence = asked
     for hits, sure in zip(gallery.search(embeds, model, top_k=3), confidence, strict=True):
         assert [hit.confidence for hit in hits] == [pytest.approx(float(sure), abs=1e-6)] * 3
@@ -97,20 +89,13 @@ def test_every_hit_says_how_sure_its_query_is(gallery: Gallery, model: CompatMod
     gallery.commit()
     hits = gallery.search(embeds, model, top_k=8)[0]
     assert [hit.confidence for hit in hits] == [pytest.approx(float(confidence[0]), abs=1e-6)] * 8
-
-
-def test_in_a_gallery_of_its_own_nothing_is_remembered_and_nobody_is_unsure(
-    model: CompatModel, asked: Any, tmp_path: Path
-) -> None:
-    own = store(Gallery.create(tmp_path / "own", model), asked[0], TEXTS, version=model)
-    assert own.search(asked[0], model)[0][0].confidence is None
-    assert Gallery.create(tmp_path / "empty", model).search(asked[0], model) == [[]] * len(TEXTS)
+    own = store(Gallery.create(tmp_path / "own", model), embeds, TEXTS, version=model)
+    assert own.search(embeds, model)[0][0].confidence is None, "in a gallery of its own nobody is unsure"
+    assert Gallery.create(tmp_path / "empty", model).search(embeds, model) == [[]] * len(TEXTS)
 
 
 @pytest.mark.parametrize("share", [1.0, 0.3])
-def test_old_queries_are_asked_where_the_new_one_is_not_sure(
-    share: float, gallery: Gallery, model: CompatModel, old: Embedder, asked: Any
-) -> None:
+def test_unsure_queries_ask_the_old_model(share: float, gallery: Gallery, model: CompatModel, old: Embedder, asked: Any) -> None:
     embeds, confidence = asked
     unsure = np.flatnonzero(confidence < 0.5)
     old_Qd = np.full((len(TEXTS), old.dim), np.nan, np.float32)
@@ -131,16 +116,10 @@ def test_old_queries_are_asked_where_the_new_one_is_not_sure(
         assert found[row][0].confidence == pytest.approx(float(confidence[row]), abs=1e-6)
 
 
-def test_a_gallery_of_long_vectors_is_asked_by_long_queries(
-    old: Embedder, model: CompatModel, asked: Any, tmp_path: Path
-) -> None:
-    import faiss
-
+def test_long_vectors_are_asked_by_long_queries(old: Embedder, model: CompatModel, asked: Any, tmp_path: Path) -> None:
     stored = 7 * old.embed(old.processor.texts(TEXTS)).numpy()
-    index = faiss.IndexFlatL2(old.dim)
-    index.add(stored)
-    faiss.write_index(index, str(tmp_path / "old.faiss"))
-    gallery = Gallery.from_faiss(tmp_path / "g", tmp_path / "old.faiss", TEXTS, old)
+    index = write_index(tmp_path / "old.faiss", stored, metric=faiss.METRIC_L2)
+    gallery = Gallery.from_faiss(tmp_path / "g", index, TEXTS, old)
     hits = gallery.search(asked[0], model, top_k=1, old_queries=OldQueries(old, stored / 7))
     assert [(found[0].id, found[0].score) for found in hits] == [(text, pytest.approx(0.0, abs=1e-3)) for text in TEXTS]
 
@@ -164,29 +143,24 @@ def test_a_pipeline_falls_back_and_embeds_no_more_than_it_must(
         found[0][0].caption  # noqa: B018 - it raises
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
+def test_a_fallback_that_is_none_is_one_line(old: Embedder) -> None:
+    for options, said in (
         ({"below": 0.5}, "set model to the model that embedded"),
         ({"model": "old", "bellow": 0.5}, "did you mean 'below'"),
         ({"model": "old", "below": 0}, "below is 0; set a number above 0"),
         ({"model": "old", "below": "0.5"}, "below is '0.5'"),
         ({"model": "old", "share": 1.5}, "share is 1.5"),
         ({"model": "old", "share": True}, "share is True"),
-    ],
-)
-def test_a_fallback_that_is_none_is_one_line(options: dict[str, Any], said: str, old: Embedder) -> None:
-    options = {**options, **({"model": old} if "model" in options else {})}
-    with pytest.raises(XcompatError, match=said):
-        Fallback.from_options(options, "cpu")
-
-
-def test_a_fallback_that_does_not_fit_is_refused(
-    model_folder: str, folder_of: dict[str, str], old: Embedder, gallery: Gallery, tmp_path: Path
-) -> None:
-    with pytest.raises(
-        FingerprintMismatchError, match="did not make the .* embeddings here, it makes .*; use the model that made them"
     ):
+        options = {**options, **({"model": old} if "model" in options else {})}
+        with pytest.raises(XcompatError, match=said):
+            Fallback.from_options(options, "cpu")
+    with pytest.raises(ValidationError, match="evaluation.fallback reports its results as 'fallback'; rename the stage"):
+        EvaluationSettings(fallback=0.5, compare_with=["fallback"])
+
+
+def test_fallback_must_fit(model_folder: str, folder_of: dict[str, str], old: Embedder, gallery: Gallery, tmp_path: Path) -> None:
+    with pytest.raises(FingerprintMismatchError, match="did not make the .* embeddings here, it makes .*; use the model that"):
         pipeline("compatible-retrieval", model=model_folder, gallery=gallery, fallback={"model": folder_of["clip"]})
     plain = AutoModel.from_pretrained(model_folder).remember(None)
     plain.export(tmp_path / "plain")
@@ -207,24 +181,20 @@ def test_a_fallback_that_does_not_fit_is_refused(
 def test_the_command_line_says_how_sure_it_is(
     model_folder: str, old_folder: str, folder_of: dict[str, str], asked: Any, gallery: Gallery, tmp_path: Path, run: Run
 ) -> None:
-    search = partial(run, "search", gallery.path)
+    search = ("search", gallery.path, "--model", model_folder)
     least = int(np.argmin(asked[1]))
     text, sure = TEXTS[least], f"confidence {asked[1][least]:.2f}"
-    code, out, _ = search(text, "--model", model_folder)
-    assert code == 0 and out.count("confidence") == 1 and sure in out and "instead" not in out
-    code, out, _ = search(text, "--model", model_folder, "--fallback", old_folder)
+    out = run.output(*search, text)
+    assert out.count("confidence") == 1 and sure in out and "instead" not in out
+    out = run.output(*search, text, "--fallback", old_folder)
     first = next(line for line in out.splitlines() if "1.000" in line)
-    assert code == 0 and text in first and f"{sure}" in out and "was used instead" in out
-    code, out, _ = search(text, "--model", model_folder, "--fallback", old_folder, "--fallback-below", "0.000001")
-    assert code == 0 and "used instead" not in out
+    assert text in first and sure in out and "was used instead" in out
+    assert "used instead" not in run.output(*search, text, "--fallback", old_folder, "--fallback-below", "0.000001")
     (tmp_path / "asked.txt").write_text("\n".join(TEXTS) + "\n")
-    code, out, _ = search("--queries", str(tmp_path / "asked.txt"), "--json", "--model", model_folder, "--fallback", old_folder)
-    fell_back = [json.loads(line)["fallback"] is not None for line in out.splitlines()]
-    assert code == 0 and fell_back == (asked[1] < 0.5).tolist()
-    code, _, err = search(text, "--model", model_folder, "--fallback", folder_of["clip"])
-    assert code == 2 and "did not make the" in err
-    code, _, err = search(text, "--model", model_folder, "--fallback-below", "0.5")
-    assert code == 2 and "set it with --fallback" in err
+    out = run.output(*search, "--queries", tmp_path / "asked.txt", "--json", "--fallback", old_folder)
+    assert [json.loads(line)["fallback"] is not None for line in out.splitlines()] == (asked[1] < 0.5).tolist()
+    assert "did not make the" in run.refusal(*search, text, "--fallback", folder_of["clip"])
+    assert "set it with --fallback" in run.refusal(*search, text, "--fallback-below", "0.5")
 
 
 def test_a_report_shows_what_falling_back_gives(tmp_path: Path) -> None:
@@ -272,11 +242,6 @@ def test_a_report_shows_what_falling_back_gives(tmp_path: Path) -> None:
     assert not without.confidence and not any("AUROC" in note for note in without.notes)
 
 
-def test_a_stage_may_not_have_the_name_of_the_fallback() -> None:
-    with pytest.raises(ValidationError, match="evaluation.fallback reports its results as 'fallback'; rename the stage"):
-        EvaluationSettings(fallback=0.5, compare_with=["fallback"])
-
-
 QUERY, SHARE = "a red dog", 0.4
 
 
@@ -312,26 +277,19 @@ def require_equal(found: list, expected: list[tuple[str, float]]) -> None:
     assert [hit.score for hit in found] == pytest.approx([score for _, score in expected], abs=1e-5)
 
 
-def test_a_search_without_old_queries_says_so(
-    gallery: Gallery, mixing: CompatModel, old: Embedder, caplog: pytest.LogCaptureFixture
+def test_texts_bring_old_queries_and_vectors_warn(
+    gallery: Gallery, map_folder: str, mixing: CompatModel, expected: list[tuple[str, float]], caplog: pytest.LogCaptureFixture
 ) -> None:
     notice_once.cache_clear()
-    own = mixing.embed_texts(**mixing.processor.texts([QUERY]))
-    (found,) = gallery.search(own, mixing, 1)
-    alone = (mixing.to_space(own) @ old.embed(old.processor.texts(TEXTS)).T).max()
-    assert found[0].score == pytest.approx(float(alone), abs=1e-5)
-    assert "together with queries of the old model, which are missing here" in caplog.text
-
-
-def test_a_pipeline_takes_texts_beside_vectors(
-    gallery: Gallery, map_folder: str, mixing: CompatModel, expected: list[tuple[str, float]]
-) -> None:
     search = pipeline("compatible-retrieval", model=map_folder, gallery=gallery)
     own_1D = mixing.embed_texts(**mixing.processor.texts([QUERY]))
     by_text, by_vector = search([QUERY, own_1D[0].detach().numpy()], top_k=len(TEXTS), batch_size=2)
     require_equal(by_text, expected)
     (alone,) = gallery.search(own_1D, mixing, len(TEXTS))
     require_equal(by_vector, [(hit.id, hit.score) for hit in alone])
+    mapped = gallery.search(mixing.to_space(own_1D).detach(), gallery.versions[0], len(TEXTS))[0]
+    require_equal(alone, [(hit.id, hit.score) for hit in mapped])
+    assert "together with queries of the old model, which are missing here" in caplog.text
 
 
 def test_a_named_old_model_takes_the_place_of_the_recorded_one(
@@ -347,22 +305,15 @@ def test_a_named_old_model_takes_the_place_of_the_recorded_one(
     require_equal(search(QUERY, top_k=len(TEXTS)), expected)
 
 
-def test_the_page_asks_the_old_model_too(gallery: Gallery, map_folder: str, expected: list[tuple[str, float]]) -> None:
+def test_page_command_and_integrations_ask_the_old_model_too(
+    gallery: Gallery, map_folder: str, old: Embedder, expected: list[tuple[str, float]]
+) -> None:
     require_equal(find(gallery, load_embedder(map_folder), QUERY, len(TEXTS), None), expected)
-
-
-def test_integrations_ask_the_old_model_too(map_folder: str, old: Embedder, expected: list[tuple[str, float]]) -> None:
+    out = invoke("gallery", "search", gallery.path, QUERY, "--model", map_folder, "--top-k", len(TEXTS), "--json")
+    require_equal([SimpleNamespace(**hit) for hit in json.loads(out.splitlines()[-1])["hits"]], expected)
     query = torch.tensor(TextEmbedder(map_folder, old.fingerprint).query(QUERY))
     scores = old.embed(old.processor.texts([name for name, _ in expected])) @ query
     assert scores.tolist() == pytest.approx([score for _, score in expected], abs=1e-5)
-
-
-def test_the_command_line_asks_the_old_model_too(gallery: Gallery, map_folder: str, expected: list[tuple[str, float]]) -> None:
-    command = ["gallery", "search", str(gallery.path), QUERY, "--model", map_folder, "--top-k", str(len(TEXTS)), "--json"]
-    done = CliRunner().invoke(app, command)
-    assert done.exit_code == 0, done.output
-    hits = [SimpleNamespace(**hit) for hit in json.loads(done.stdout.splitlines()[-1])["hits"]]
-    require_equal(hits, expected)
 
 
 @pytest.mark.nightly
@@ -402,18 +353,11 @@ def test_mixed_gains_are_those_of_mixed_queries() -> None:
 
 def test_an_evaluation_judges_what_is_searched_with(map_folder: str, mixing: CompatModel, old: Embedder, tmp_path: Path) -> None:
     draw = np.random.default_rng(0)
-    sides = {
-        name: draw.normal(size=(30, dim)).astype(np.float32)
-        for name, dim in (("old", old.dim), ("new", mixing.config.embedding_dim))
-    }
+    dims = {"old": old.dim, "new": mixing.config.embedding_dim}
+    sides = {name: draw.normal(size=(30, dim)).astype(np.float32) for name, dim in dims.items()}
     labels_N = np.arange(30) % 5
-    for name, embeds_ND in sides.items():
-        (tmp_path / name).mkdir()
-        np.save(tmp_path / name / "image_embeds.npy", embeds_ND)
-        (tmp_path / name / "image_ids.txt").write_text("".join(f"{row}\n" for row in range(30)))
-        (tmp_path / name / "labels.txt").write_text("".join(f"{label}\n" for label in labels_N))
-    folders = tmp_path / "old", tmp_path / "new", None, None, tmp_path / "judged"
-    report = evaluate_embeddings(*folders, by_map=Path(map_folder).parent)
+    folders = [write_embeds(tmp_path / name, map(str, range(30)), labels_N, image=rows) for name, rows in sides.items()]
+    report = evaluate_embeddings(*folders, None, None, tmp_path / "judged", by_map=Path(map_folder).parent)
     found = {case.label: case.metrics["cmc@1"] for case in report.cases}
     with torch.inference_mode():
         alone_Nd = mixing.to_space(torch.from_numpy(sides["new"]))

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from conftest import refuses, store
 from haystack import Document, Pipeline
 from haystack.components.retrievers.in_memory import InMemoryEmbeddingRetriever
 from haystack.document_stores.in_memory import InMemoryDocumentStore
@@ -48,11 +49,6 @@ Search = Callable[[Source, np.ndarray, str], list[str]]
 
 
 @pytest.fixture(scope="module")
-def old(old_folder: str) -> Embedder:
-    return load_embedder(old_folder)
-
-
-@pytest.fixture(scope="module")
 def source_of(
     old: Embedder, old_folder: str, folder_of: dict[str, str], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, str]:
@@ -83,10 +79,10 @@ def embedded(embedder: Embedder, texts: list[str]) -> torch.Tensor:
 
 
 def in_langchain(model: Source, stored_Nd: np.ndarray, query: str) -> list[str]:
-    store = InMemoryVectorStore(CompatEmbeddings(model))
+    memory = InMemoryVectorStore(CompatEmbeddings(model))
     for id_, text, vector in zip(IDS, TEXTS, stored_Nd.tolist(), strict=True):
-        store.store[id_] = {"id": id_, "vector": vector, "text": text, "metadata": {}}
-    return [str(found.id) for found in store.similarity_search(query, k=len(IDS))]
+        memory.store[id_] = {"id": id_, "vector": vector, "text": text, "metadata": {}}
+    return [str(found.id) for found in memory.similarity_search(query, k=len(IDS))]
 
 
 def in_llamaindex(model: Source, stored_Nd: np.ndarray, query: str) -> list[str]:
@@ -117,9 +113,7 @@ def in_haystack(model: Source, stored_Nd: np.ndarray, query: str) -> list[str]:
 def test_hits_are_those_of_a_gallery(name: str, search: Search, old: Embedder, source_of: dict[str, str], tmp_path: Path) -> None:
     model = load_embedder(source_of[name]) if name == "the old model" else load_checkpoint(source_of[name])
     old_Nd = embedded(old, TEXTS)
-    gallery = Gallery.create(tmp_path / "gallery", old)
-    gallery.add(old_Nd, IDS)
-    gallery.commit()
+    gallery = store(Gallery.create(tmp_path / "gallery", old), old_Nd, IDS)
     if isinstance(model, CompatModel) and model.maps_galleries:
         gallery.upgrade(model)
         old_Nd = model.upgrade(old_Nd)
@@ -210,14 +204,15 @@ def test_a_query_has_the_prompt_of_queries(old_folder: str) -> None:
 
 
 def test_bad_input_is_refused(source_of: dict[str, str], image_folder_of: dict[str, str], old: Embedder, tmp_path: Path) -> None:
-    with pytest.raises(XcompatError, match="resnet embeds no texts; choose a model with a text encoder"):
-        CompatEmbeddings(image_folder_of["resnet"])
-    with pytest.raises(XcompatError, match="the model folder .* does not exist"):
-        CompatEmbeddings(tmp_path / "nothing")
-    with pytest.raises(XcompatError, match="already loaded: load it on cuda, or pass its name"):
-        CompatEmbeddings(old, device="cuda")
-    with pytest.raises(XcompatError, match="not Linear"):
-        CompatEmbeddings(torch.nn.Linear(1, 1))  # type: ignore[arg-type]
+    given: list[tuple[Any, dict[str, Any], str]] = [
+        (image_folder_of["resnet"], {}, "resnet embeds no texts; choose a model with a text encoder"),
+        (tmp_path / "nothing", {}, "the model folder .* does not exist"),
+        (old, {"device": "cuda"}, "already loaded: load it on cuda, or pass its name"),
+        (torch.nn.Linear(1, 1), {}, "not Linear"),
+    ]
+    for model, options, said in given:
+        with refuses(said):
+            CompatEmbeddings(model, **options)
     alone = METHODS["ridge"](METHODS["ridge"].config_class(old=old.describe_old(), embedding_dim=16))
     with pytest.raises(XcompatError, match="this map has no encoder and cannot embed texts"):
         CompatEmbeddings(alone).embed_query("a dog")
@@ -240,17 +235,14 @@ def test_documents_are_ordered_by_the_new_model(name: str, source_of: dict[str, 
     for with_scores, score in ((True, 2 / 3 * new + before / 3), (False, new)):
         ids, scores = zip(*sorted(zip(IDS, score.tolist(), strict=True), key=lambda each: -each[1])[:3], strict=True)
         given = before.tolist() if with_scores else [None] * len(TEXTS)
-        found = CompatRanker(source, top_k=3).run(
-            query, [Document(id=n, content=text, score=one) for n, text, one in zip(IDS, TEXTS, given, strict=True)]
-        )["documents"]
+        documents = [Document(id=n, content=text, score=s) for n, text, s in zip(IDS, TEXTS, given, strict=True)]
+        found = CompatRanker(source, top_k=3).run(query, documents)["documents"]
         assert [each.id for each in found] == list(ids) and [each.score for each in found] == pytest.approx(scores, abs=1e-5)
-        nodes = [
-            NodeWithScore(node=TextNode(id_=n, text=text), score=one) for n, text, one in zip(IDS, TEXTS, given, strict=True)
-        ]
+        nodes = [NodeWithScore(node=TextNode(id_=n, text=text), score=s) for n, text, s in zip(IDS, TEXTS, given, strict=True)]
         again = CompatRerank(source, top_n=3).postprocess_nodes(nodes, query_str=query)
         assert [each.node_id for each in again] == list(ids) and [each.score for each in again] == pytest.approx(scores, abs=1e-5)
-    documents = [LangchainDocument(id=n, page_content=text) for n, text in zip(IDS, TEXTS, strict=True)]
-    kept = CompatReranker(source, top_k=3).compress_documents(documents, query)
+    pages = [LangchainDocument(id=n, page_content=text) for n, text in zip(IDS, TEXTS, strict=True)]
+    kept = CompatReranker(source, top_k=3).compress_documents(pages, query)
     assert [each.id for each in kept] == list(ids)
     assert CompatReranker(source).compress_documents([], query) == []
 
@@ -285,17 +277,14 @@ def test_a_haystack_pipeline_is_saved_and_loaded(source_of: dict[str, str], old:
         CompatTextEmbedder(old).to_dict()
 
 
-@pytest.mark.parametrize(
-    ("name", "library", "package"),
-    [
+def test_missing_frameworks_name_their_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, library, package in (
         ("langchain", "langchain_core.embeddings", "langchain-core"),
         ("llamaindex", "llama_index.core.base.embeddings.base", "llama-index-core"),
         ("haystack", "haystack", "haystack-ai"),
-    ],
-)
-def test_missing_frameworks_name_their_extra(name: str, library: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, f"xcompat.integrations.{name}")
-    monkeypatch.setitem(sys.modules, library, None)
-    with pytest.raises(XcompatError) as caught:
-        importlib.import_module(f"xcompat.integrations.{name}")
-    assert str(caught.value) == f'this needs {package}; install it with `pip install -e ".[{name}]"` in a clone of xcompat'
+    ):
+        monkeypatch.delitem(sys.modules, f"xcompat.integrations.{name}")
+        monkeypatch.setitem(sys.modules, library, None)
+        with pytest.raises(XcompatError) as caught:
+            importlib.import_module(f"xcompat.integrations.{name}")
+        assert str(caught.value) == f'this needs {package}; install it with `pip install -e ".[{name}]"` in a clone of xcompat'

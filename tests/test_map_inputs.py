@@ -1,31 +1,41 @@
-"""What xcompat map reads: rows without a usable embedding, pairs of another domain than the gallery, and classes of items."""
+"""What maps are fitted to: unusable rows, pairs of another domain, classes of items, and embeddings in memory (fit_map)."""
 
 from __future__ import annotations
 
 import json
 import shutil
 from collections.abc import Callable
+from html import unescape
 from pathlib import Path
 
+import faiss
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from conftest import Run, invoke, write_embeds, write_photos
+import torch
+from conftest import Run, invoke, refuses, store, write_embeds, write_photos
 from hypothesis import given
 from hypothesis import strategies as st
+from store_places import unit_vectors
 from test_index_gallery import write_index
-from test_map import write
-from typer.testing import CliRunner
+from test_map import made, write
+from transformers import AutoModel
 
-from xcompat import Fingerprint, XcompatError, fit_map
-from xcompat.cli import app
+import xcompat
+from xcompat import Fingerprint, XcompatError
+from xcompat.heads import slerp
+from xcompat.mapping import PairedEmbeddings, choose, fit_map
+from xcompat.mapping.candidates import CandidateParts, fit
 from xcompat.mapping.domain import FAR, describe_shift, measure_shift, read_gallery_vectors
+from xcompat.mapping.fitting import FittedMap
 from xcompat.mapping.from_texts import pairs_of_texts
 from xcompat.mapping.item_labels import read_item_labels
-from xcompat.mapping.paired import PairedEmbeddings, load_paired
+from xcompat.mapping.paired import load_paired
 from xcompat.mapping.request import TextInput
+from xcompat.mapping.reranking import COUNTS, OLD_WEIGHTS, TOLERATED
 from xcompat.mapping.sides import read_sides
+from xcompat.models.embedder import load_embedder
 from xcompat.retrieval import Gallery
 from xcompat.stores.places import Reading
 from xcompat.training.evaluate_command import evaluate_embeddings
@@ -35,9 +45,8 @@ ITEMS, BAD = 60, 7
 IDS = [f"item {row}" for row in range(ITEMS)]
 
 
-def draw(seed: int = 0, dim: int = 8) -> np.ndarray:
-    rows = np.random.default_rng(seed).standard_normal((ITEMS, dim)).astype(np.float32)
-    return rows / np.linalg.norm(rows, axis=1, keepdims=True)
+def draw(seed: int = 0) -> np.ndarray:
+    return unit_vectors(ITEMS, 8, seed)
 
 
 def write_npy(here: Path, rows: list) -> Path:
@@ -98,16 +107,13 @@ def test_rows_without_ids_stay_in_step(tmp_path: Path) -> None:
     np.testing.assert_array_equal(pairs.new_ND[:], np.delete(new, [4, 8], 0))
 
 
-def test_rows_of_any_length_are_used_and_said(tmp_path: Path) -> None:
+def test_rows_of_any_length_are_used_and_too_many_bad_ones_refused(tmp_path: Path) -> None:
     rows = draw()
     rows[BAD] *= np.float32(1e-22)
     rows[BAD + 1] *= np.float32(1e30)
     (side,) = read_sides(write_npy(tmp_path, list(rows))).values()
     np.testing.assert_allclose(side.embeds_ND, draw(), atol=1e-6)
     assert side.usable_N.all() and "2 of 60 rows" in side.notes[0] and "row 7 ('item 7'): 1e-22" in side.notes[0]
-
-
-def test_too_many_bad_rows_are_refused_with_the_option(tmp_path: Path) -> None:
     path = write_parquet(tmp_path, [None if row < 30 else each for row, each in enumerate(draw())])
     with pytest.raises(XcompatError, match=r"30 of 60 rows .* row 0 \('item 0'\) has no embedding; .* --max-bad-share"):
         read_sides(path)
@@ -147,7 +153,6 @@ def test_no_model_is_judged_on_what_one_of_them_lacks(tmp_path: Path) -> None:
 
 
 EMBEDDINGS = Path(__file__).resolve().parents[2] / "shared" / "data" / "text" / "embeddings"
-needs_embeddings = pytest.mark.skipif(not EMBEDDINGS.is_dir(), reason="needs ../shared/data/text/embeddings")
 
 
 def draw_vectors(seed: int, count: int, offset: float = 0.0, dim: int = 16) -> np.ndarray:
@@ -156,7 +161,7 @@ def draw_vectors(seed: int, count: int, offset: float = 0.0, dim: int = 16) -> n
     return (rows / np.linalg.norm(rows, axis=1, keepdims=True)).astype(np.float32)
 
 
-@needs_embeddings
+@pytest.mark.skipif(not EMBEDDINGS.is_dir(), reason="needs ../shared/data/text/embeddings")
 @pytest.mark.parametrize("model", ["wordllama", "paraphrase-minilm-l3", "all-minilm-l6"])
 def test_texts_of_another_domain_are_told_from_samples(model: str) -> None:
     gallery, cranfield, generic = (
@@ -183,22 +188,15 @@ def test_shift_is_the_distance_of_the_means_over_the_variance() -> None:
 
 
 def test_map_warns_of_a_gallery_unlike_the_pairs(tmp_path: Path) -> None:
-    old = Fingerprint.from_string("old")
-    with Gallery.create(tmp_path / "gallery", old, dim=16) as gallery:
-        gallery.add(draw_vectors(5, 400, offset=3.0), [f"g{row}" for row in range(400)])
-        gallery.commit()
+    gallery = Gallery.create(tmp_path / "gallery", Fingerprint.from_string("old"), dim=16)
+    store(gallery, draw_vectors(5, 400, offset=3.0), [f"g{row}" for row in range(400)])
     vectors, total = read_gallery_vectors(tmp_path / "gallery")
     assert vectors.shape == (400, 16) and total == 400
     np.save(tmp_path / "old.npy", draw_vectors(1, 300))
     np.save(tmp_path / "new.npy", draw_vectors(1, 300))
     command = ["map", "--old", tmp_path / "old.npy", "--new", tmp_path / "new.npy", "--out", tmp_path / "map", "--allow-worse"]
-    runs = {
-        name: CliRunner().invoke(app, [*map(str, command), "--overwrite", "--gallery", str(tmp_path / name)])
-        for name in ("gallery", "old.npy")
-    }
-    assert [run.exit_code for run in runs.values()] == [0, 0]
-    assert "! The pairs are unlike the vectors of" in runs["gallery"].output
-    assert "unlike" not in runs["old.npy"].output
+    printed = [invoke(*command, "--overwrite", "--gallery", tmp_path / name) for name in ("gallery", "old.npy")]
+    assert "! The pairs are unlike the vectors of" in printed[0] and "unlike" not in printed[1]
     said = json.loads((tmp_path / "map" / "report.json").read_text())["said"]
     assert not any("unlike" in line for line in said), "the last run compared the pairs with themselves"
 
@@ -269,9 +267,7 @@ def test_classes_of_an_index_come_from_any_source(index: Path, folder_of: dict[s
 
 def test_items_without_a_class_are_not_used(index: Path, folder_of: dict[str, str], tmp_path: Path) -> None:
     file = written(tmp_path, "csv")
-    file.write_text(
-        "".join(line for line in file.read_text().splitlines(keepends=True) if "03.png" not in line).replace("cup", "")
-    )
+    file.write_text(file.read_text().replace("03.png,hat\n", "").replace("03.png,shoe\n", "").replace("cup", ""))
     reading, images = Reading(tmp_path / "ids.txt", labels=file), TextInput(tmp_path / "photos", are_images=True)
     pairs = pairs_of_texts(index, Path(folder_of["clip"]), images, tmp_path / "cache", reading=reading, sample=5).pairs
     assert isinstance(pairs, PairedEmbeddings) and pairs.labels_N is not None and len(pairs) == 5 and pairs.n_stored == COUNT
@@ -287,37 +283,33 @@ def test_models_on_both_sides_take_classes_of_the_images(folder_of: dict[str, st
     assert isinstance(pairs, PairedEmbeddings) and pairs.labels_N is not None and pairs.labels_N.tolist() == KNOWN
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
+def test_unfit_classes_are_refused(index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("xcompat.mapping.from_texts.load_embedder", lambda *_: pytest.fail("a model is loaded"))
+    images = TextInput(tmp_path / "photos", are_images=True)
+    for text, message in (
         ("a\nb\n", "classes.txt has 2 classes, but .*old.faiss has 12 items"),
         ("id,label\n00.png,hat\n00.png,cup\n", "has two classes of '00.png': 'hat' and 'cup'; keep one of them"),
         ("id,label\nx,hat\n", r"has no class for any item of .*photos \('x', '00.png'\); use the same ids"),
         ("id,kind\nx,hat\n", "has no column named label or class"),
-    ],
-)
-def test_unfit_classes_are_refused(index: Path, tmp_path: Path, text: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("xcompat.mapping.from_texts.load_embedder", lambda *_: pytest.fail("a model is loaded"))
-    file = tmp_path / ("classes.csv" if "," in text else "classes.txt")
-    file.write_text(text)
-    reading, images = Reading(tmp_path / "ids.txt", labels=file), TextInput(tmp_path / "photos", are_images=True)
-    with pytest.raises(XcompatError, match=message):
-        pairs_of_texts(index, Path("new"), images, tmp_path / "cache", reading=reading)
+    ):
+        file = tmp_path / ("classes.csv" if "," in text else "classes.txt")
+        file.write_text(text)
+        with pytest.raises(XcompatError, match=message):
+            pairs_of_texts(index, Path("new"), images, tmp_path / "cache", reading=Reading(tmp_path / "ids.txt", labels=file))
 
 
 def test_map_takes_classes_of_an_index(index: Path, folder_of: dict[str, str], tmp_path: Path, run_xcompat: Run) -> None:
     named = ("map", "--old", index, "--ids", tmp_path / "ids.txt", "--new", folder_of["clip"], "--images", tmp_path / "photos")
     asked = (*named, "--out", tmp_path / "map", "--allow-worse")
-    code, _, err = run_xcompat(*asked, "--labels", tmp_path / "nowhere.csv")
-    assert code == 2 and "nowhere.csv does not exist" in err
-    code, _, err = run_xcompat(*asked, "--searched-classes", "known")
-    assert code == 2 and "--searched-classes known needs classes; add them with --labels" in err
+    assert "nowhere.csv does not exist" in run_xcompat.refusal(*asked, "--labels", tmp_path / "nowhere.csv")
+    known = (*asked, "--searched-classes", "known")
+    assert "--searched-classes known needs classes; add them with --labels" in run_xcompat.refusal(*known)
     assert not (tmp_path / "map.cache").exists(), "it is refused before images are embedded"
-    code, _, err = run_xcompat(*asked, "--labels", written(tmp_path, "csv"), "--searched-classes", "known")
-    assert code == 0 and '"classes": 3' in (tmp_path / "map" / "report.json").read_text(), err
-    (tmp_path / "classes.csv").write_text((tmp_path / "classes.csv").read_text().replace("cup", "mug"))
-    code, _, err = run_xcompat(*asked, "--labels", tmp_path / "classes.csv", "--searched-classes", "known")
-    assert code == 2 and "a map made with a different --labels" in err
+    classes = written(tmp_path, "csv")
+    run_xcompat.output(*known, "--labels", classes)
+    assert '"classes": 3' in (tmp_path / "map" / "report.json").read_text()
+    classes.write_text(classes.read_text().replace("cup", "mug"))
+    assert "a map made with a different --labels" in run_xcompat.refusal(*known, "--labels", classes)
 
 
 def test_fit_map_takes_a_path_of_classes(index: Path, tmp_path: Path) -> None:
@@ -325,3 +317,111 @@ def test_fit_map_takes_a_path_of_classes(index: Path, tmp_path: Path) -> None:
     fitted = fit_map(index, new, labels=written(tmp_path, "lines"))
     assert fitted.choice is None, "12 items are too few to choose"
     assert read_item_labels(tmp_path / "classes.txt").classes == CLASSES[::-1]
+
+
+@pytest.fixture(scope="module")
+def pairs() -> PairedEmbeddings:
+    return made()
+
+
+@pytest.fixture(scope="module")
+def labelled(pairs: PairedEmbeddings) -> FittedMap:
+    return fit_map(pairs.old_Nd, pairs.new_ND, pairs.labels_N)
+
+
+@pytest.fixture(scope="module")
+def plain(pairs: PairedEmbeddings) -> FittedMap:
+    return fit_map(pairs.old_Nd, pairs.new_ND)
+
+
+def test_it_chooses_what_the_command_chooses(pairs: PairedEmbeddings, labelled: FittedMap, tmp_path: Path) -> None:
+    found, choice = labelled, choose(pairs)
+    assert found.choice is not None and found.choice.chosen == choice.chosen and found.is_safe == choice.is_safe
+    expected = fit(choice.chosen.candidate, CandidateParts(pairs)).to_space(torch.from_numpy(pairs.new_ND[:5]))
+    np.testing.assert_allclose(found.to_space(3 * pairs.new_ND[:5]), expected, atol=1e-6)
+    assert found.report["verdict"] == found.is_safe and str(choice.chosen.candidate) in repr(found)
+    found.save(tmp_path / "model")
+    saved = AutoModel.from_pretrained(tmp_path / "model")
+    torch.testing.assert_close(saved.to_space(torch.from_numpy(pairs.new_ND[:5])), expected)
+
+
+def test_weight_and_number_of_hits_for_re_ranking_are_kept(labelled: FittedMap, plain: FittedMap, tmp_path: Path) -> None:
+    choice = labelled.choice
+    assert choice is not None and choice.reranked is not None and choice.reranked.old_weight in OLD_WEIGHTS
+    reranked = choice.reranked
+    assert reranked.trial.mean > choice.chosen.mean, "the new model knows more than its map"
+    enough = [k for k in COUNTS if reranked.losses[k].high >= -TOLERATED]
+    assert reranked.candidates == enough[0] and max(loss.mean for loss in reranked.losses.values()) == 0
+    labelled.save(tmp_path / "model")
+    saved = AutoModel.from_pretrained(tmp_path / "model").config
+    assert (saved.rerank_old_weight, saved.rerank_candidates) == (reranked.old_weight, reranked.candidates)
+    written = labelled.report["reranked"]
+    assert (written["old_weight"], written["candidates"]) == (reranked.old_weight, reranked.candidates)
+    assert written["losses"].keys() == {str(k) for k in COUNTS}
+    assert plain.model.config.rerank_old_weight is None, "without labels nothing says which weight is better"
+    assert plain.model.config.rerank_candidates is None
+
+
+def test_any_classes_are_taken_and_unusable_rows_left_out(pairs: PairedEmbeddings, labelled: FittedMap, plain: FittedMap) -> None:
+    labels = [f"class {label:02}" for label in pairs.labels_N]
+    assert repr(fit_map(torch.from_numpy(pairs.old_Nd), torch.from_numpy(pairs.new_ND), labels)) == repr(labelled)
+    new_ND, old_Nd = (np.insert(side, [0, 5], rows, axis=0) for side, rows in ((pairs.new_ND, np.nan), (pairs.old_Nd, 0)))
+    assert repr(fit_map(old_Nd, new_ND)) == repr(plain)
+
+
+def test_an_index_a_gallery_files_and_lists_are_taken(pairs: PairedEmbeddings, plain: FittedMap, tmp_path: Path) -> None:
+    expected = plain.to_space(pairs.new_ND[:3])
+    index = faiss.read_index(str(write_index(tmp_path / "old.faiss", pairs.old_Nd, "IDMap2,Flat", ids=np.arange(len(pairs)) + 7)))
+    np.save(tmp_path / "old.npy", pairs.old_Nd)
+    empty = Gallery.create(tmp_path / "gallery", Fingerprint.from_string("clip"), dim=pairs.dims[1])
+    gallery = store(empty, pairs.old_Nd, [str(row) for row in range(len(pairs))])
+    whole, folder = pairs.new_ND, str(write(tmp_path / "new", pairs.new_ND))
+    for old, new in ((index, folder), (tmp_path / "old.npy", whole.tolist()), (gallery, whole), (str(gallery.path), whole)):
+        found = xcompat.fit_map(old=old, new=new)
+        np.testing.assert_allclose(found.to_space(pairs.new_ND[:3]), expected, atol=1e-4)
+    assert found.model.compatible_with == [Fingerprint.from_string("clip")], "the gallery names its model"
+    assert "fit_map" in dir(xcompat)
+
+
+def test_a_notebook_shows_all_trials(pairs: PairedEmbeddings, labelled: FittedMap) -> None:
+    shown = labelled._repr_html_()
+    assert labelled.choice is not None
+    assert shown.count("<tr>") == shown.count("</tr>") > len(labelled.choice.shown())
+    assert f"{labelled.choice.chosen.candidate} (chosen)" in unescape(shown) and unescape(shown).endswith(f"{labelled!r}</p>")
+    assert "<table>" not in fit_map(pairs.old_Nd[:30], pairs.new_ND[:30])._repr_html_()
+
+
+def test_texts_become_queries_of_the_old_gallery(folder_of: dict[str, str], old_folder: str) -> None:
+    new, old = load_embedder(folder_of["clip"]), load_embedder(old_folder)
+    texts = [f"{colour} {thing}" for colour in ("red", "green", "blue", "old") for thing in ("shoe", "dog", "tree", "cup", "car")]
+    sides = [model.embed(model.processor.texts(texts * 3)) for model in (old, new)]
+    found = fit_map(*sides, old_model=old_folder, new_model=folder_of["clip"])
+    share = found.model.config.old_share
+    assert share == 0.5, "without labels, and with the old model at hand"
+    mapped = torch.from_numpy(found.to_space(sides[1][:2]))
+    expected = slerp(mapped, sides[0][:2], share)
+    np.testing.assert_allclose(found.encode_query(texts[:2]), expected, atol=1e-5)
+    np.testing.assert_allclose(found.encode_query(texts[0]), expected[0], atol=1e-5)
+
+
+def test_bad_inputs_are_one_line(pairs: PairedEmbeddings, plain: FittedMap) -> None:
+    old, new = pairs.old_Nd, pairs.new_ND
+    for sides, said in (
+        ((old[1:], new), "found 719 old, 720 new"),
+        ((old, new, [1]), "found 720 old, 720 new, 1 labels"),
+        ((0 * old, new), "in every row, the old or the new embedding is zero or not finite"),
+        (("old.npy", new), "old.npy does not exist"),
+        ((faiss.IndexFlatIP(4), new), "IndexFlatIP holds no vectors"),
+    ):
+        with refuses(said):
+            fit_map(*sides)
+    with refuses("fitted on embeddings only"):
+        plain.encode_query("a dog")
+
+
+def test_few_items_are_a_guess(pairs: PairedEmbeddings, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    few = pairs.take(np.arange(30))
+    found = fit_map(few.old_Nd, few.new_ND)
+    assert not found.is_safe and found.report == {} and "a guess" in repr(found)
+    found.save(tmp_path / "model")
+    assert "the saved map is not surely at or above old queries" in caplog.text

@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 import torch
 import warm
-from conftest import invoke, write_embeds
+from conftest import invoke, refuses, store, write_embeds
 from test_index_gallery import write_index
-from test_map_vectors import json_lines, made, normalised, parquet
+from test_map import normalised
+from test_map_vectors import json_lines, made, parquet
 from transformers import AutoModel
 from typer.testing import CliRunner
 
@@ -92,9 +93,8 @@ def test_a_lost_old_model_is_known_by_vectors_in_the_order_of_the_texts(clip: st
 def test_a_refused_map_says_which_folder_it_leaves(clip: str, tmp_path: Path) -> None:
     np.save(tmp_path / "old.npy", normalised(np.random.default_rng(1).standard_normal((len(TEXTS), 8))))
     out = tmp_path / "map"
-    done = CliRunner().invoke(
-        app, ["map", "--old", f"{tmp_path}/old.npy", "--new", clip, "--texts", str(written(tmp_path)), "--out", str(out)]
-    )
+    asked = ("map", "--old", tmp_path / "old.npy", "--new", clip, "--texts", written(tmp_path), "--out", out)
+    done = CliRunner().invoke(app, [*map(str, asked)])
     said = " ".join(done.output.split())
     assert done.exit_code == 1 and "No map was written: " in said and not out.exists()
     assert said.endswith(f"The embeddings stay in {out}.cache for the next run.") and Path(f"{out}.cache").is_dir()
@@ -121,15 +121,11 @@ def test_both_sides_may_be_models(folder_of: dict[str, str], tmp_path: Path) -> 
     assert f"adds {report['old_query_ms']:.1f} ms to each query here (cpu, one query at a time)" in report["output"]
     model = AutoModel.from_pretrained(tmp_path / "map" / "model")
     assert model.compatible_with == [load_embedder(old).fingerprint] and model.config.old_share == 0.5
-    with Gallery.create(tmp_path / "gallery", load_embedder(old)) as gallery:
-        gallery.add(embedded(old), IDS)
-        gallery.commit()
+    gallery = store(Gallery.create(tmp_path / "gallery", load_embedder(old)), embedded(old), IDS)
     own_1D, old_1d = (torch.from_numpy(embedded(name, TEXTS[:1])) for name in (new, old))
     mixed = slerp(model.to_space(own_1D), torch.nn.functional.normalize(old_1d, dim=-1), 0.5)
-    done = CliRunner().invoke(
-        app, ["gallery", "search", str(gallery.path), TEXTS[0], "--model", str(tmp_path / "map"), "--json", "--top-k", "3"]
-    )
-    hits, best = json.loads(done.stdout.splitlines()[-1])["hits"], (mixed @ torch.from_numpy(embedded(old)).T)[0].topk(3)
+    out = invoke("gallery", "search", gallery.path, TEXTS[0], "--model", tmp_path / "map", "--json", "--top-k", 3)
+    hits, best = json.loads(out.splitlines()[-1])["hits"], (mixed @ torch.from_numpy(embedded(old)).T)[0].topk(3)
     assert [hit["id"] for hit in hits] == [IDS[row] for row in best.indices.tolist()]
     assert [hit["score"] for hit in hits] == pytest.approx(best.values.tolist(), abs=1e-5)
     for option in ("--old-model", "--new-model"):
@@ -312,25 +308,20 @@ def test_calls_keep_to_their_rate(slept: list[float], tmp_path: Path, monkeypatc
     assert [wait for wait in slept if wait] == [2.0, 2.0]
 
 
-ANSWERS: dict[str, tuple[Any, str]] = {
-    "too few": ([[1.0, 0.0]], r"returned shape \(1, 2\) for 2 texts"),
-    "ragged": ([[1.0, 0.0], [1.0]], "returned no matrix .ValueError: "),
-    "nothing": (None, "returned"),
-    "NaN": ([[1.0, 0.0], [np.nan, 1.0]], r"the embedding of text 1 \('b'\) by letters holds values that are not finite"),
-    "long": ([[1.0, 0.0], [2.0, 0.0]], r"the embedding of text 1 \('b'\) by letters is of length 2, not 1"),
-    "with gradients": (torch.ones(2, 1, requires_grad=True), "returned no matrix .RuntimeError: .*detach"),
-    "other": ([[1.0], [1.0]], "returned 1 dimensions, and 2 before"),
-}
+def test_answers_that_are_no_embeddings_are_one_line(tmp_path: Path) -> None:
+    answers: list[tuple[Any, str]] = [
+        ([[1.0, 0.0]], r"returned shape \(1, 2\) for 2 texts"),
+        ([[1.0, 0.0], [1.0]], "returned no matrix .ValueError: "),
+        (None, "returned"),
+        ([[1.0, 0.0], [np.nan, 1.0]], r"the embedding of text 1 \('b'\) by letters holds values that are not finite"),
+        ([[1.0, 0.0], [2.0, 0.0]], r"the embedding of text 1 \('b'\) by letters is of length 2, not 1"),
+        (torch.ones(2, 1, requires_grad=True), "returned no matrix .RuntimeError: .*detach"),
+        ([[1.0], [1.0]], "returned 1 dimensions, and 2 before"),
+    ]
+    for answer, said in answers:
+        with refuses(said):
+            Provider(lambda texts, answer=answer: answer, "letters").ask(["a", "b"], 2)
 
-
-@pytest.mark.parametrize("what", ANSWERS)
-def test_answers_that_are_no_embeddings_are_one_line(what: str) -> None:
-    answer, said = ANSWERS[what]
-    with pytest.raises(XcompatError, match=said):
-        Provider(lambda texts: answer, "letters").ask(["a", "b"], 2)
-
-
-def test_a_text_without_an_embedding_is_named_by_its_row(tmp_path: Path) -> None:
     def embed(texts: list[str]) -> list[list[float]]:
         return [[0.0, 0.0] if text == TEXTS[50] else [1.0, 0.0] for text in texts]
 
@@ -421,10 +412,8 @@ def test_a_random_sample_of_an_index_is_embedded(clip: str, tmp_path: Path, monk
     np.testing.assert_allclose(first.old_Nd, old[rows], atol=1e-6)
     monkeypatch.setattr(request, "ENOUGH", 45)
     command = ("--old", tmp_path / "old.faiss", "--ids", tmp_path / "ids.txt", "--new", clip, "--texts", file)
-    for number, (more, items) in enumerate(
-        {(): 45, ("--sample", 0): 60, ("--sample", 50): 50, ("--remember-items",): 60}.items()
-    ):
-        report = mapped(*command, *more, "--out", tmp_path / str(number))
+    for items, *more in ((45,), (60, "--sample", 0), (50, "--sample", 50), (60, "--remember-items")):
+        report = mapped(*command, *more, "--out", tmp_path / "-".join(["map", *map(str, more)]))
         assert report["items"] == items, more
     for typo in (("--old", "old.fais"), ("--texts", "passages.json")):  # before the Hub is asked
         with pytest.raises(XcompatError, match=f"{typo[1]} does not exist"):
