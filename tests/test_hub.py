@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from conftest import Run, refuses
+from conftest import ARCHITECTURES, Run, refuses
 from hub_server import Hub, Repository
 from huggingface_hub import ModelCard
 from peft import PeftModel
@@ -36,7 +36,7 @@ from xcompat.models.embedder import is_checkpoint, load_checkpoint, load_embedde
 from xcompat.models.query_memory import LearnedTransform, QueryMemory
 from xcompat.report import ModelInfo, Report
 from xcompat.report.storage import save_report
-from xcompat.training.push import Form, anonymise_name, find_model, push
+from xcompat.training.push import anonymise_name, find_model, push
 from xcompat.vectors.codecs import MemoryParts
 
 
@@ -72,13 +72,7 @@ def test_what_is_pushed_is_pulled(method: str, hub: Hub, on_hub: dict[str, str],
     assert names[found].shape[1] == promised[found] and (found == "embeds") == (not model.compatible_with)
 
 
-@pytest.mark.parametrize(
-    "architecture",
-    mostly_nightly(
-        ["blip", "clip", "siglip", "siglip2", "vision-text-dual-encoder", "open_clip", "vit"],
-        ("clip", "open_clip", "vit").__contains__,
-    ),
-)
+@pytest.mark.parametrize("architecture", mostly_nightly([*ARCHITECTURES, "vit"], ("clip", "open_clip", "vit").__contains__))
 def test_adapters_alone_are_the_whole_model(
     architecture: str,
     encoder_of: dict[str, str],
@@ -290,9 +284,8 @@ def test_the_card_says_what_the_report_says(compatible: bool, verdict: str, fini
         assert str(tmp_path).encode() not in content, f"{name} names a folder of this machine"
 
 
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
+def test_names_are_shown_without_the_folders_of_this_machine() -> None:
+    for name, expected in (
         ("sentence-transformers:/home/alice/secret/e5", "e5"),
         ("hf-hub:/home/alice/secret/clip", "clip"),
         ("sentence-transformers:../models/e5", "models/e5"),
@@ -303,16 +296,13 @@ def test_the_card_says_what_the_report_says(compatible: bool, verdict: str, fini
         ("./photos/../texts", "texts"),
         ("pipe:/home/alice/bin/fetch 0.tar", "pipe:fetch ..."),
         *((name, name) for name in ("sentence-transformers:intfloat/e5-small", "stage:phi", "a photo of a {}..")),
-    ],
-)
-def test_names_are_shown_without_the_folders_of_this_machine(name: str, expected: str) -> None:
-    assert anonymise_name(name) == expected
+    ):
+        assert anonymise_name(name) == expected
 
 
-def test_the_base_states_licence_and_privacy(finished: Finish, hub: Hub, tmp_path: Path) -> None:
+def test_the_base_states_licence_and_privacy(finished: Finish, hub: Hub) -> None:
     folder = finished()
     base = hub.repos["base/clip"]
-    (tmp_path / "card").mkdir()
     base.commit(hub.files("base/clip") | {"README.md": b"---\nlicense: openrail\n---\n"})
     push(folder, "me/open")
     assert not hub.repos["me/open"].private
@@ -328,34 +318,28 @@ def test_the_base_states_licence_and_privacy(finished: Finish, hub: Hub, tmp_pat
     assert hub.repos["me/gated"].private, "stays as it is"
 
 
-@pytest.mark.parametrize(
-    ("is_private", "wanted", "is_gated", "reason"),
-    [
+def test_a_repository_that_exists_stays_as_private_as_it_is(finished: Finish, hub: Hub) -> None:
+    folder = finished()
+    for is_private, wanted, is_gated, reason in (
         (False, True, False, "me/pair is public, but --private, or a base .* requires private; make .* private .* --public"),
         (False, None, True, "me/pair is public, but --private, or a base that is gated or private, requires private"),
         (True, False, False, "me/pair is private, but --public requires public; make the repository public .* --private"),
-    ],
-)
-def test_a_repository_that_exists_is_as_private_as_asked_or_refused(
-    is_private: bool, wanted: bool | None, is_gated: bool, reason: str, finished: Finish, hub: Hub
-) -> None:
-    folder = finished()
-    hub.repos["me/pair"] = Repository(is_private)
-    hub.repos["me/pair"].commit({".gitattributes": b""})
-    hub.repos["base/clip"].gated = is_gated
-    for overwrite in (False, True):
-        with pytest.raises(XcompatError, match=reason):
-            push(folder, "me/pair", private=wanted, overwrite=overwrite)
-    assert len(hub.repos["me/pair"].commits) == 1 and hub.repos["me/pair"].private == is_private
-    push(folder, "me/pair", private=is_private)
+    ):
+        hub.repos["me/pair"] = Repository(is_private)
+        hub.repos["me/pair"].commit({".gitattributes": b""})
+        hub.repos["base/clip"].gated = is_gated
+        for overwrite in (False, True):
+            with pytest.raises(XcompatError, match=reason):
+                push(folder, "me/pair", private=wanted, overwrite=overwrite)
+        assert len(hub.repos["me/pair"].commits) == 1 and hub.repos["me/pair"].private == is_private
+        push(folder, "me/pair", private=is_private)
 
 
 def test_a_map_over_embeddings_alone_has_a_card(hub: Hub, folder_of: dict[str, str]) -> None:
     alone = ProcrustesModel(ProcrustesConfig(old=describe_old(OLD, dim=8), embedding_dim=16))
-    local = build("fct", folder_of, side_info=describe_old(OLDER, dim=4))
-    for name, model in {"alone": alone, "local": local}.items():
-        model.push_to_hub(f"me/{name}")
-        text = hub.files(f"me/{name}")["README.md"].decode()
+    for model in (alone, build("fct", folder_of, side_info=describe_old(OLDER, dim=4))):
+        model.push_to_hub(f"me/{model.config.model_type}")
+        text = hub.files(f"me/{model.config.model_type}")["README.md"].decode()
         usage(text)
         assert "base_model" not in ModelCard(text).data.to_dict() and folder_of["clip"] not in text
 
@@ -494,21 +478,18 @@ def test_a_plain_encoder_is_pushed_as_it_is(hub: Hub, folder_of: dict[str, str],
         push(other, "me/clip")
 
 
-@pytest.mark.parametrize(
-    ("method", "form", "reason"),
-    [
+def test_impossible_push_forms(hub: Hub, folder_of: dict[str, str], tmp_path: Path) -> None:
+    for method, form, reason in (
         ("bct", "adapters", "trained without adapters"),
         ("bct", "merged", "no LoRA to merge"),
         ("independent", "adapters", "is a plain encoder"),
         ("ridge", "adapters", "is a map without encoder"),
         ("xbt", "adapters", "is a local folder, so others cannot load it; push the whole model"),
-    ],
-)
-def test_impossible_push_forms(method: str, form: Form, reason: str, hub: Hub, folder_of: dict[str, str], tmp_path: Path) -> None:
-    build(method, folder_of).export(tmp_path / "model")
-    with pytest.raises(XcompatError, match=reason):
-        push(tmp_path / "model", "me/model", form)
-    assert "me/model" not in hub.repos
+    ):
+        build(method, folder_of).export(tmp_path / "model")
+        with pytest.raises(XcompatError, match=reason):
+            push(tmp_path / "model", "me/model", form)
+        assert "me/model" not in hub.repos
 
 
 def test_the_model_of_a_run_and_its_report_are_found(finished: Finish, hub: Hub, tmp_path: Path) -> None:
@@ -567,14 +548,15 @@ def test_links_that_are_missing_are_named_and_passed(hub: Hub, on_hub: dict[str,
     first, gone = named("base/clip"), named("me/gone")
     hub.add("me/v3", write_config(tmp_path / "v3", named("me/gone", first)))
     assert lines("me/v3") == ["me/v3 (bct)", "  me/gone ()", "  base/clip (encoder)"]
-    with pytest.raises(XcompatError, match=f"the lineage of me/v3 is broken: me/gone is neither a folder here nor on {hub.url}"):
-        require_whole(trace_lineage("me/v3"))
     moved = write_config(tmp_path / "v4", named("/no/such/model", gone))
-    with pytest.raises(XcompatError, match=r"/no/such/model is neither a folder here nor a name on the Hub \(and 1 more\)"):
-        require_whole(trace_lineage(moved))
     pinned = write_config(tmp_path / "v5", named("base/clip", revision="v1.0"))
-    with pytest.raises(XcompatError, match="base/clip@v1.0 is neither a folder here nor on"):
-        require_whole(trace_lineage(pinned))
+    for name, said in (
+        ("me/v3", f"the lineage of me/v3 is broken: me/gone is neither a folder here nor on {hub.url}"),
+        (moved, r"/no/such/model is neither a folder here nor a name on the Hub \(and 1 more\)"),
+        (pinned, "base/clip@v1.0 is neither a folder here nor on"),
+    ):
+        with pytest.raises(XcompatError, match=said):
+            require_whole(trace_lineage(name))
     with pytest.raises(XcompatError, match="^me/nowhere is neither"):
         trace_lineage("me/nowhere")
 

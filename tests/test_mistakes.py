@@ -121,6 +121,7 @@ MISTAKES = {
     # galleries
     "gallery build texts.txt": NAME_IT,
     "gallery build --model enc": "name the images or texts to embed, stored vectors, or an index to adopt with --from-faiss",
+    "gallery build texts.txt --model enc --ids x": "--ids works only with vectors; remove it",
     "gallery build texts.txt --model ./nowhere": NO_MODEL,
     "gallery build texts.txt --model empty": "empty contains no model (config.json is missing)",
     "gallery build --from-faiss x.faiss --model enc": "the faiss index x.faiss does not exist; check the path",
@@ -138,6 +139,7 @@ MISTAKES = {
     "gallery add nowhere texts.txt --model enc": NO_GALLERY,
     "gallery upgrade nowhere --model enc": NO_GALLERY,
     "gallery upgrade nowhere --budget 3": "--budget applies to re-embedded images: add --backfill",
+    "gallery upgrade nowhere --dtype bfloat16": "--dtype applies to re-embedded images",
     "gallery upgrade nowhere --workers 3": WORKERS,
     "gallery info nowhere": NO_GALLERY,
     "gallery verify nowhere": NO_GALLERY,
@@ -217,15 +219,6 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def typed(lines: list[str], place: Path) -> list[tuple[int, str, list[str]]]:
-    """Type lines one after the other in one fresh process: exit codes, standard errors, and what is imported after each."""
-    program = f"HEAVY = {HEAVY}\n{TYPED}"
-    done = subprocess.run(
-        [sys.executable, "-c", program, json.dumps(lines)], cwd=place, capture_output=True, text=True, check=True, timeout=300
-    )
-    return [tuple(each) for each in json.loads(done.stdout)]
-
-
 def test_what_is_declared_is_what_is_imported() -> None:
     """The source of transformers and of the methods says what a recipe may hold: no key is refused that the libraries take."""
     from transformers import TrainingArguments
@@ -275,8 +268,10 @@ def test_a_tracker_that_is_not_installed_is_one_line(monkeypatch: pytest.MonkeyP
 
 def test_a_mistake_is_one_line_before_anything_large_is_imported(place: Path) -> None:
     there = sorted(path.name for path in place.rglob("*"))
-    lines = [*MISTAKES, *REFUSED_BY_TYPER]
-    for line, (code, said, imported) in zip(lines, typed(lines, place), strict=True):
+    lines = [*MISTAKES, *REFUSED_BY_TYPER]  # which one fresh process is given one after the other
+    command = [sys.executable, "-c", f"HEAVY = {HEAVY}\n{TYPED}", json.dumps(lines)]
+    done = subprocess.run(command, cwd=place, capture_output=True, text=True, check=True, timeout=300)
+    for line, (code, said, imported) in zip(lines, json.loads(done.stdout), strict=True):
         assert code == 2 and not imported, f"{line} imports {imported}"
         if line in MISTAKES:
             assert said.startswith("xcompat: ") and said.count("\n") == 1 and MISTAKES[line] in said, (line, said)
