@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from conftest import UNTRAINED, refuses
 from data_layouts.faces import make_ijbc, make_market1501, make_ms1m
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -43,8 +44,6 @@ from xcompat.training.judged_templates import load_judged_templates
 from xcompat.training.recipe import parse_recipe
 from xcompat.training.run import run_recipe
 from xcompat.training.sections import JudgedTemplates
-
-TINY = {"model_type": "resnet", "embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic"}
 
 
 @pytest.fixture(scope="module")
@@ -87,9 +86,8 @@ def test_a_name_without_camera_is_refused_before_training(market: Path) -> None:
     raw = {"method": "bct", "old": "old", "new": "google/vit", "data": data}
     recipe = parse_recipe(raw | {"old": {"name": "google/vit"}}, "demo", "demo.yaml")
     try:
-        with pytest.raises(XcompatError, match=r"data.queries.path: .*0031.jpg is not named as in Market-1501") as caught:
+        with refuses("data.queries.path: .*0031.jpg is not named as in Market-1501"):
             check_paths(recipe.stages[0])
-        assert "\n" not in str(caught.value)
     finally:
         person.unlink()
     check_paths(recipe.stages[0])
@@ -161,7 +159,7 @@ def test_the_interval_of_a_share_of_pairs_is_that_of_drawing_queries_with_their_
 def raw_recipe(folder: Path, data: dict[str, Any], **training: int) -> dict[str, Any]:
     places = {"output_dir": str(folder / "run"), "cache_dir": str(folder / "cache")}
     raw: dict[str, Any] = places | {"old": "stage:old", "data": data}
-    return raw | {"new": {"model": TINY, "image_size": 16, "stem": "small"}, "training": training | {"save_strategy": "no"}}
+    return raw | {"new": UNTRAINED, "training": training | {"save_strategy": "no"}}
 
 
 def test_identification_without_impostor_is_refused_before_training(market: Path, tmp_path: Path) -> None:
@@ -348,25 +346,22 @@ def probes(rows: list[int], subjects: list[int]) -> dict[str, np.ndarray]:
     return {"probes_Q": np.array(rows), "probe_subjects_Q": np.array(subjects)}
 
 
-@pytest.mark.parametrize(
-    ("lists", "gone"),
-    [
+def test_templates_that_a_list_cannot_do_without_are_named() -> None:
+    for lists, gone in (
         (_PAIRS | {"same_P": np.array([True, True, False])}, "no pair of two subjects is left"),
         (_PAIRS | {"same_P": np.array([False, False, True])}, "no pair of one subject is left"),
         (_GALLERY | probes([2, 3, 5], [0, 1, 9]), "no probe whose subject is not in the gallery is left"),
         (_GALLERY | probes([2, 5], [8, 0]), "no probe whose subject is in the gallery is left"),
-    ],
-)
-def test_templates_that_a_list_cannot_do_without_are_named(lists: dict[str, Any], gone: str) -> None:
-    embeds, rows = np.random.default_rng(0).normal(size=(6, 4)), np.arange(6)
-    whole = TemplateProtocol(rows, rows, **lists, names_T=rows + 100)
-    cut = embeds.copy()
-    cut[5] = np.nan
-    sides = {"old": embeds, "new": cut}.items()
-    old, new = (EmbeddedTemplates(name, Fingerprint.from_string(name), each, rows, whole) for name, each in sides)
-    evaluate(EvaluatedModels(old, old), EvaluationOptions(n_resamples=2, ks=(1,)))
-    with pytest.raises(XcompatError, match=f"the templates 105 have no readable image, and without them {gone}"):
-        EvaluatedModels(old, new).without_unreadable()
+    ):
+        embeds, rows = np.random.default_rng(0).normal(size=(6, 4)), np.arange(6)
+        whole = TemplateProtocol(rows, rows, **lists, names_T=rows + 100)
+        cut = embeds.copy()
+        cut[5] = np.nan
+        sides = {"old": embeds, "new": cut}.items()
+        old, new = (EmbeddedTemplates(name, Fingerprint.from_string(name), each, rows, whole) for name, each in sides)
+        evaluate(EvaluatedModels(old, old), EvaluationOptions(n_resamples=2, ks=(1,)))
+        with pytest.raises(XcompatError, match=f"the templates 105 have no readable image, and without them {gone}"):
+            EvaluatedModels(old, new).without_unreadable()
 
 
 def test_lists_that_do_not_fit_are_refused_before_training(ijbc: Path, tmp_path: Path) -> None:
@@ -376,9 +371,8 @@ def test_lists_that_do_not_fit_are_refused_before_training(ijbc: Path, tmp_path:
         check_paths(parse_recipe(raw, "demo", "demo.yaml").stages[0])
 
     def refused(message: str, **changes: Any) -> None:
-        with pytest.raises(XcompatError, match=message) as caught:
+        with refuses(message):
             check(**changes)
-        assert "\n" not in str(caught.value)
 
     def written(text: str) -> str:
         (tmp_path / "list.txt").write_text(text)

@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from conftest import unit, write_embeds
+from conftest import UNTRAINED, recipe_of, unit, write_embeds
 from data_layouts.images import write_classes
 from hypothesis import given
 from hypothesis import strategies as st
@@ -38,7 +38,6 @@ from xcompat.outputs import Views
 from xcompat.report import load_report
 from xcompat.retrieval import Gallery
 from xcompat.training.model_evaluation import evaluate_cases, side_info_of
-from xcompat.training.recipe import Recipe, parse_recipe
 from xcompat.training.run import embed_recipe, run_recipe
 from xcompat.training.sections import EvaluationSettings
 
@@ -169,23 +168,6 @@ def test_a_threshold_lets_the_line_leave_the_rotations_by_that_much(dim: int, ol
     assert naive(found) < min(naive(free), naive(solve_procrustes(pairs, centre=True)[0]))
 
 
-@pytest.mark.parametrize(
-    ("method", "options", "said"),
-    [
-        ("ridge", {"rank": 0}, "options.rank is 0"),
-        ("lambda_orthogonality", {"strength": -1}, "options.strength is -1; give 0"),
-        ("lambda_orthogonality", {"threshold": -1}, "options.threshold is -1; give 0 or more"),
-        ("lambda_orthogonality", {"threshold": 12, "steepness": 0}, "options.steepness is 0; give more than 0"),
-        ("drift_adapter", {"rank": 0}, "options.rank is 0; give a number from 1, or remove it"),
-        ("drift_adapter", {"hidden": -1}, "options.hidden is -1; give a number from 1"),
-        ("fct", {"mixer_width": 0}, "options.mixer_width is 0; set 1 or more"),
-    ],
-)
-def test_numbers_out_of_range_are_refused(method: str, options: dict[str, float], said: str) -> None:
-    with pytest.raises(XcompatError, match=said):
-        build(method, **options)
-
-
 def knowledge() -> tuple[OldKnowledge, np.ndarray]:
     return OldKnowledge(4, LABELS, unit(8, 6, 1).numpy()), unit(8, 7, 2).numpy()
 
@@ -221,9 +203,7 @@ STARTS: list[tuple[str, dict[str, Any], Callable[[Moments], Line]]] = [
 
 @pytest.mark.parametrize("direction", ["new_to_old", "old_to_new"])
 @pytest.mark.parametrize(("method", "options", "solve"), STARTS)
-def test_networks_begin_at_a_closed_form(
-    method: str, options: dict[str, Any], solve: Callable[[Moments], Line], direction: str
-) -> None:
+def test_networks_begin_at_a_line(method: str, options: dict[str, Any], solve: Callable[[Moments], Line], direction: str) -> None:
     source, target = sides(direction)
     model, mapped = begun(method, direction, **options)
     weight, bias = solve(Moments.compute([(source, target)]))
@@ -282,9 +262,8 @@ def test_drift_adapter_is_its_formula(variant: str, direction: str) -> None:
             assert len(h) == 3
             h = weights["linear.1.weight"] @ h + weights["linear.1.bias"]
         if variant == "mlp":
-            hidden = torch.stack(
-                [v * (1 + torch.erf(v / math.sqrt(2))) / 2 for v in weights["network.0.weight"] @ x + weights["network.0.bias"]]
-            )
+            before = weights["network.0.weight"] @ x + weights["network.0.bias"]
+            hidden = torch.stack([v * (1 + torch.erf(v / math.sqrt(2))) / 2 for v in before])
             h = h + weights["network.2.weight"] @ hidden + weights["network.2.bias"]
         g = weights["scaling"] * h
         total += 1 - float(g @ y) / float(g.norm() * y.norm())
@@ -576,22 +555,25 @@ def test_simclr_sees_small_crops(kind: str, image_folder_of: dict[str, str], ima
         model(**{name: batch[name] for name in ("pixel_values", "second_pixel_values")})
 
 
-@pytest.mark.parametrize(
-    ("method", "options", "message"),
-    [
+def test_impossible_options_are_refused(image_folder_of: dict[str, str]) -> None:
+    for method, options, message in (
+        ("ridge", {"rank": 0}, "options.rank is 0"),
+        ("lambda_orthogonality", {"strength": -1}, "options.strength is -1; give 0"),
+        ("lambda_orthogonality", {"threshold": -1}, "options.threshold is -1; give 0 or more"),
+        ("lambda_orthogonality", {"threshold": 12, "steepness": 0}, "options.steepness is 0; give more than 0"),
+        ("drift_adapter", {"variant": "low_rank", "rank": 0}, "options.rank is 0; give a number from 1, or remove it"),
+        ("drift_adapter", {"hidden": -1}, "options.hidden is -1; give a number from 1"),
+        ("fct", {"mixer_width": 0}, "options.mixer_width is 0; set 1 or more"),
         ("simclr", {"crops": -1}, "set 0 or more crops"),
         ("simclr", {"crops": 2, "crop_size": 0}, "of at least 1 pixel"),
         ("simclr", {"crops": 2, "crop_scale": 0.01}, "use 0.05 to 1"),
         ("simclr", {"crops": 2, "crop_size": 3}, "does not support images of 3 pixels .*; set options.crop_size"),
         ("simclr", {"batch_norm": True}, "options.batch_norm: simclr has its own batch norm; remove"),
         ("independent", {"mixup": 0.2, "head": "triplet", "classes": ["a", "b"]}, "set options.mixup to 0, or no triplets"),
-    ],
-)
-def test_impossible_views_are_refused(
-    method: str, options: dict[str, Any], message: str, image_folder_of: dict[str, str]
-) -> None:
-    with pytest.raises(XcompatError, match=message):
-        METHODS[method].from_encoder(image_folder_of["vit"], **options)
+    ):
+        old = OLD if METHODS[method].compares_with_old else None
+        with pytest.raises(XcompatError, match=message):
+            METHODS[method].from_encoder(image_folder_of["vit"], old=old, **options)
 
 
 def test_simclr_trains_the_bits_it_stores(image_folder_of: dict[str, str], images: list[Image.Image], tmp_path: Path) -> None:
@@ -638,13 +620,8 @@ def test_mixup_mixes_images_and_losses(image_folder_of: dict[str, str], images: 
     share = float(torch.distributions.Beta(0.4, 0.4).sample())
     order = torch.randperm(4)
     pixels = share * given["pixel_values"] + (1 - share) * given["pixel_values"][order]
-    first, second = (
-        plain.train()(pixel_values=pixels, labels=labels).loss for labels in (given["labels"], given["labels"][order])
-    )
+    first, second = (plain.train()(pixel_values=pixels, labels=given["labels"][rows]).loss for rows in (slice(None), order))
     torch.testing.assert_close(loss, share * first + (1 - share) * second)
-
-
-TINY = {"model_type": "resnet", "embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic"}
 
 
 @pytest.fixture(scope="module")
@@ -666,18 +643,13 @@ def raw(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "training": {"max_steps": 4, "per_device_train_batch_size": 8, "learning_rate": 1e-3, "save_strategy": "no"},
         "evaluation": {"resamples": 100, "ks": [1, 2], "examples": 1},
     }
-    run_recipe(recipe_of({**made, "new": {"model": TINY, "image_size": 16, "stem": "small"}, "stages": stages}))
-    return made | {"old": f"{base}/run/old/model", "new": f"{base}/run/fresh/model", "run": base / "run"}
-
-
-def recipe_of(raw: dict[str, Any], **changes: Any) -> Recipe:
-    given = {name: value for name, value in {**raw, **changes}.items() if name != "run"}
-    return parse_recipe(given, "demo", "demo.yaml")
+    run_recipe(recipe_of(made, new=UNTRAINED, stages=stages))
+    return made | {"old": f"{base}/run/old/model", "new": f"{base}/run/fresh/model"}
 
 
 def embeds_of(folder: str, raw: dict[str, Any]) -> np.ndarray:
     embedder = load_embedder(folder)
-    images = [Image.open(file) for file in sorted((raw["run"].parent / "test").rglob("*.png"))]
+    images = [Image.open(file) for file in sorted(Path(raw["data"]["queries"]["path"]).rglob("*.png"))]
     return embedder.embed({"pixel_values": embedder.processor.images(images)}).numpy().astype(np.float64)
 
 
@@ -699,7 +671,7 @@ def test_side_information_that_is_the_same_for_all_images_leaves_a_report() -> N
     ("side", "loss"), mostly_nightly_rows([("views", "mse"), ("drawing", "kl")], lambda side, _: side == "drawing")
 )
 def test_a_gallery_with_side_information_is_mapped_and_judged(side: str, loss: str, raw: dict[str, Any], tmp_path: Path) -> None:
-    folders = {name: f"{raw['run']}/{name}/model" for name in ("views", "drawing")}
+    folders = {name: f"{raw['output_dir']}/{name}/model" for name in ("views", "drawing")}
     changes = {"method": "fct", "options": {"loss": loss}, "side_info": folders[side], "new_side_info": folders["views"]}
     recipe = recipe_of(raw, **changes, output_dir=str(tmp_path / "run"))
     embed_recipe(recipe)
@@ -734,10 +706,9 @@ def test_stored_embeddings_have_no_views(raw: dict[str, Any], tmp_path: Path) ->
 
 
 def test_a_mapped_gallery_is_mapped_again(raw: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    views, drawing = (f"{raw['run']}/{name}/model" for name in ("views", "drawing"))
-    new = {"model": TINY, "image_size": 16, "stem": "small"}
+    views, drawing = (f"{raw['output_dir']}/{name}/model" for name in ("views", "drawing"))
     stages = [
-        {"name": "last", "method": "independent", "options": {"dim": 5}, "new": new},
+        {"name": "last", "method": "independent", "options": {"dim": 5}, "new": UNTRAINED},
         {"name": "h2", "method": "fct", "side_info": views, "new_side_info": drawing},
         {"name": "h2_alone", "method": "fct"},
         {"name": "h3", "method": "fct", "old": raw["new"], "new": "stage:last", "side_info": drawing},
