@@ -184,26 +184,23 @@ def test_the_pipeline_of_features_gives_the_models_own_embedding(run: Run, image
     torch.testing.assert_close(torch.cat(list(made)), own)
 
 
-@pytest.mark.parametrize(
-    ("embeds", "message"),
-    [
+def test_what_is_no_embedding_is_refused_in_one_line(run: Run) -> None:
+    model = run.model
+    for embeds, message in (
         (unit(2, 16).numpy(), r"takes embeddings as a torch tensor \(B, {dim}\), not ndarray; use torch.from_numpy"),
         (unit(2, 16).tolist(), r"not list; use torch.tensor"),
         (unit(2, 15), r"takes its own embeddings \(B, {dim}\), not \(2, 15\)"),
         (unit(2, 16)[0], r"takes its own embeddings \(B, {dim}\), not \(16,\)"),
-    ],
-)
-def test_what_is_no_embedding_is_refused_in_one_line(embeds: Any, message: str, run: Run) -> None:
-    model = run.model
-    if not model.compatible_with:
-        message = "cannot search an old gallery"
-    elif model.maps_galleries:
-        message = "maps galleries: upgrade the stored embeddings instead"
-    with refuses(message.format(dim=model.config.embedding_dim)):
-        model.to_space(embeds)
-    if model.compatible_with and model.maps_galleries:
-        with pytest.raises(XcompatError, match=r"takes embeddings (as a torch tensor|of the old model) \(B, \d+\), not"):
-            model.upgrade(embeds if not isinstance(embeds, torch.Tensor) or embeds.ndim == 1 else embeds[:, :3])
+    ):
+        if not model.compatible_with:
+            message = "cannot search an old gallery"
+        elif model.maps_galleries:
+            message = "maps galleries: upgrade the stored embeddings instead"
+        with refuses(message.format(dim=model.config.embedding_dim)):
+            model.to_space(embeds)
+        if model.compatible_with and model.maps_galleries:
+            with pytest.raises(XcompatError, match=r"takes embeddings (as a torch tensor|of the old model) \(B, \d+\), not"):
+                model.upgrade(embeds if not isinstance(embeds, torch.Tensor) or embeds.ndim == 1 else embeds[:, :3])
 
 
 ROWS = 64

@@ -126,9 +126,7 @@ def test_the_whole_course(raw: dict[str, Any], tmp_path: Path) -> None:
     assert facts.data == {"texts": ["learned.txt"], "judged_texts": ["queries.jsonl", "passages.jsonl"]}
 
 
-def test_prompts_for_queries_stand_before_queries_alone(
-    raw: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, undrawn: None
-) -> None:
+def test_prompts_are_for_queries(raw: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, undrawn: None) -> None:
     ask_for_queries(monkeypatch)
     recipe = recipe_of(raw)
     run_recipe(recipe)
@@ -140,16 +138,13 @@ def test_prompts_for_queries_stand_before_queries_alone(
     np.testing.assert_allclose(new.passages(), embedded(raw["new"], list(test.passages["text"])), atol=1e-3)
 
     model = load_checkpoint(str(tmp_path / "run" / "model"))
-    wanted = type(model)(model.config).fit(
-        readable_pairs(embedded(raw["new"], [PROMPT + text for text in LEARNED]), embedded(raw["old"], LEARNED))
-    )
+    pairs = readable_pairs(embedded(raw["new"], [PROMPT + text for text in LEARNED]), embedded(raw["old"], LEARNED))
+    wanted = type(model)(model.config).fit(pairs)
     probes = np_tensor(new.query_embeds_QD)
     np.testing.assert_allclose(model.to_space(probes), wanted.to_space(probes), atol=2e-2)
 
 
-def test_maps_of_galleries_learn_where_new_passages_lie(
-    raw: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, undrawn: None
-) -> None:
+def test_gallery_maps_use_no_prompt(raw: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, undrawn: None) -> None:
     """A mapped gallery holds passages, so no text that it learns from gets the prompt of queries."""
     ask_for_queries(monkeypatch)
     asked = []
@@ -206,19 +201,16 @@ def test_example_searches_show_texts_and_gains(raw: dict[str, Any], tmp_path: Pa
     assert "&lt;b&gt;sleeps&lt;/b&gt; all day" in page and "<b>sleeps</b>" not in page
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"data": {"test": {"path": "some/pairs"}}}, "a single test set; remove judged_texts or test"),
-        ({"data": {"queries": {"path": "some/images"}}}, "a single test set; remove judged_texts or queries"),
-        ({"data": {"judged_texts": {"passagen": {"path": "x"}}}}, "passagen.*passages"),
-        ({"options": {"input": "penultimate"}, "method": "query_map"}, "data.judged_texts has texts"),
-    ],
-)
-def test_what_does_not_fit_is_refused(raw: dict[str, Any], changes: dict[str, Any], message: str) -> None:
-    raw["data"] |= changes.pop("data", {})
-    with pytest.raises(XcompatError, match=message):
-        run_recipe(recipe_of(raw, **changes))
+def test_what_does_not_fit_is_refused(raw: dict[str, Any]) -> None:
+    penultimate = {"options": {"input": "penultimate"}, "method": "query_map"}
+    for data, changes, message in (
+        ({"test": {"path": "some/pairs"}}, {}, "a single test set; remove judged_texts or test"),
+        ({"queries": {"path": "some/images"}}, {}, "a single test set; remove judged_texts or queries"),
+        ({"judged_texts": {"passagen": {"path": "x"}}}, {}, "passagen.*passages"),
+        ({}, penultimate, "data.judged_texts has texts"),
+    ):
+        with pytest.raises(XcompatError, match=message):
+            run_recipe(recipe_of(raw, **changes, data=raw["data"] | data))
 
 
 def test_a_map_of_texts_is_chosen_by_their_sentences(raw: dict[str, Any], tmp_path: Path) -> None:

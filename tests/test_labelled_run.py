@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import datasets
-import faiss
 import numpy as np
 import pandas as pd
 import pyarrow as pa
@@ -16,11 +15,12 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import yaml
-from conftest import recipe_of, store
+from conftest import UNTRAINED, recipe_of, store, write_embeds
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 from schedule import METHOD_OF_EACH_KIND, mostly_nightly, mostly_nightly_rows
+from test_index_gallery import write_index
 from transformers import AutoModel
 from typer.testing import CliRunner
 
@@ -54,11 +54,11 @@ from xcompat.training.stage import Stage
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 CLASSES = ["ant", "bee", "cat", "dog"]
-TINY = {"model_type": "resnet", "embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic"}
+
 OPTIONS = {"bt2": {"extra_dim": 4}, "oca": {"extra_dim": 4}, "mini_vec2vec": {"least_agreement": -1.0}}
 SEEN = [name for name, model in METHODS.items() if model.compares_with_old and "labels" in model.columns]
 MAPS = [name for name, model in METHODS.items() if model.embeds_in_memory and name not in SEEN]
-PENULTIMATE = {"method": "query_map", "options": {"input": "penultimate"}, "new": "trained"}
+PENULTIMATE = {"method": "query_map", "options": {"input": "penultimate"}}
 MODALITY = {
     "old_reads": "captions",
     "images": {"path": "glyphs:fit", "limit": 200},
@@ -90,7 +90,7 @@ def trained(folders: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -
     raw = {
         "output_dir": str(base / "run"),
         "cache_dir": str(base / "cache"),
-        "new": {"model": TINY, "image_size": 16, "stem": "small"},
+        "new": UNTRAINED,
         "data": {"images": {"path": folders["train"]}, "queries": {"path": folders["test"]}},
         "training": {"num_train_epochs": 1, "per_device_train_batch_size": 8, "learning_rate": 1e-3, "save_strategy": "no"},
         "evaluation": {"resamples": 100, "ks": [1, 2], "examples": 1},
@@ -122,16 +122,11 @@ def left(trained: dict[str, Any], folders: dict[str, str], tmp_path: Path) -> st
 
 
 def write_left(folder: Path, embeds: np.ndarray, ids: list[str]) -> str:
-    folder.mkdir()
-    np.save(folder / "image_embeds.npy", embeds)
-    (folder / "image_ids.txt").write_text("\n".join(ids) + "\n")
-    return str(folder)
+    return str(write_embeds(folder, ids, image=embeds))
 
 
-def test_a_limit_that_leaves_both_models_the_same_images_is_said(
-    folders: dict[str, str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    raw = {"new": {"model": TINY, "image_size": 16, "stem": "small"}, "data": {"images": {"path": folders["train"]}}}
+def test_a_limit_that_gives_both_models_the_same_images(folders: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    raw = {"new": UNTRAINED, "data": {"images": {"path": folders["train"]}}}
     stages: list[dict[str, Any]] = [
         {"name": "old", "method": "independent", "old": None, "options": {"dim": 8}},
         {"name": "new", "method": "bct", "old": "stage:old"},
@@ -157,9 +152,7 @@ def test_queries_remember_classes(method: str, trained: dict[str, Any], tmp_path
     chosen = max(said["trials"], key=lambda trial: (round(1000 * trial["worst"]), trial["mean"]))
     assert said["chosen"] == chosen["name"] and (model.memory is not None) == (" + " in said["chosen"])
     assert (model.memory is not None) == ({"old+memory/old", "without memory/old"} <= labels)
-    assert (model.memory is not None) == any(
-        "same learned transform and memory" in note for note in load_report(tmp_path / "run").notes
-    )
+    assert (model.memory is not None) == ("same learned transform and memory" in str(load_report(tmp_path / "run").notes))
     entries = 4 if chosen["share"] else 0
     assert (said["memory"] or {}).get("entries", 0) == entries
 
@@ -252,9 +245,7 @@ def test_every_method_runs_and_is_judged(method: str, trained: dict[str, Any], t
         assert model.config.classes == CLASSES, "the class order is stored"
         for name in set(model.only_for_training) - {"classifier"}:
             assert getattr(model, name, None) is None, f"{name} leaves when training is done"
-        assert model.classifier.weight.shape == (len(CLASSES), model.config.embedding_dim), (
-            "for the next update to be compatible with"
-        )
+        assert model.classifier.weight.shape == (len(CLASSES), model.config.embedding_dim), "for the next update"
 
 
 def test_queries_that_are_trained_on_are_counted(
@@ -336,9 +327,12 @@ def test_a_map_of_penultimate_features_is_not_judged_on_another_model(trained: d
         embed_new(model, old, independent, test, tmp_path / "cache")
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
+def test_impossible_stages_are_refused(
+    trained: dict[str, Any], left: str, image_folder_of: dict[str, str], pairs_folder: str, tmp_path: Path
+) -> None:
+    without_features = PENULTIMATE | {"new": image_folder_of["resnet"]}
+    captioned = PENULTIMATE | {"new": trained["independent"], "data": {"test": {"path": pairs_folder}}}
+    for changes, message in (
         ({"method": "bct", "old": None}, "method bct needs an old model; set old"),
         ({"method": "bct", "data": {}, "evaluation": None}, "needs labelled images; set data.images"),
         ({"method": "bt2", "options": {"extra_dim": 9}}, "extra_dim from 1 to the old dimension 8"),
@@ -349,51 +343,32 @@ def test_a_map_of_penultimate_features_is_not_judged_on_another_model(trained: d
         ({"method": "l2", "options": {"dim": 0}}, "options.dim is 0; set 1 or more"),
         ({"method": "mixbct", "options": {"extra_dim": 4}}, "the new dimension 12 must equal the old, 8"),
         ({"method": "bct", "data": MODALITY}, "an image encoder has no tokenizer"),
-        (PENULTIMATE | {"data": "pairs"}, "data.test has captions.*set options.input to embedding"),
-        (PENULTIMATE | {"new": "plain"}, "has no penultimate features.*set options.input to embedding"),
-        ({"method": "query_map", "new": "left"}, "contains embeddings, not a model; set new to a model"),
-    ],
-)
-def test_impossible_stages_are_refused(
-    changes: dict[str, Any],
-    message: str,
-    trained: dict[str, Any],
-    left: str,
-    image_folder_of: dict[str, str],
-    pairs_folder: str,
-    tmp_path: Path,
-) -> None:
-    named = {"pairs": {"test": {"path": pairs_folder}}, "plain": image_folder_of["resnet"], "left": left}
-    named["trained"] = trained["independent"]
-    changes = {key: named.get(value, value) if isinstance(value, str) else value for key, value in changes.items()}
-    with pytest.raises(XcompatError, match=message):
-        run_recipe(recipe_of(trained, output_dir=str(tmp_path / "run"), **changes))
-    assert not (tmp_path / "run" / "checkpoints").exists()
+        (captioned, "data.test has captions.*set options.input to embedding"),
+        (without_features, "has no penultimate features.*set options.input to embedding"),
+        ({"method": "query_map", "new": left}, "contains embeddings, not a model; set new to a model"),
+    ):
+        with pytest.raises(XcompatError, match=message):
+            run_recipe(recipe_of(trained, output_dir=str(tmp_path / "run"), **changes))
+        assert not (tmp_path / "run" / "checkpoints").exists()
+        shutil.rmtree(tmp_path / "run", ignore_errors=True)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
+def test_a_later_stage_is_checked_before_training(trained: dict[str, Any], folders: dict[str, str], tmp_path: Path) -> None:
+    first = {"name": "plain", "method": "independent", "old": None, "independent": None, "options": {"dim": 8}}
+    wider = {"name": "wider", "method": "oca", "old": "stage:plain", "options": {"extra_dim": 4}}
+    stored = write_left(tmp_path / "stored", np.ones((1, 8), np.float32), load_labelled(folders["train"]).dataset["id"][:1])
+    for changes, message in (
         ({"data": {"subset": {"classes": ["ant", "unicorn"]}}}, "unicorn"),
         ({"options": {"head": "triplet"}, "data": {"subset": {"classes": CLASSES, "limit_per_class": 1}}}, "ant"),
-        ({"old": "stored"}, "has no embedding of 23 of 24 images"),
+        ({"old": stored}, "has no embedding of 23 of 24 images"),
         ({"method": "bt2", "options": {"extra_dim": 9}}, "extra_dim from 1 to the old dimension 8"),
         ({"method": "mixbct", "options": {"extra_dim": 4}}, "the new dimension 12 must equal the old, 8"),
         ({"method": "nccl", "options": {"dim": 8}, "old": "stage:wider"}, "at least the 12 dimensions .* give 8"),
-    ],
-)
-def test_a_later_stage_that_cannot_work_is_refused_before_the_first_is_trained(
-    changes: dict[str, Any], message: str, trained: dict[str, Any], folders: dict[str, str], tmp_path: Path
-) -> None:
-    if changes.get("old") == "stored":
-        some = load_labelled(folders["train"]).dataset["id"][:1]
-        changes = {**changes, "old": write_left(tmp_path / "stored", np.ones((1, 8), np.float32), some)}
-    first = {"name": "plain", "method": "independent", "old": None, "independent": None, "options": {"dim": 8}}
-    wider = {"name": "wider", "method": "oca", "old": "stage:plain", "options": {"extra_dim": 4}}
-    last = {"name": "last", "method": "bct", "old": "stage:plain", **changes}
-    with pytest.raises(XcompatError, match=message):
-        run_recipe(recipe_of(trained, stages=[first, wider, last], output_dir=str(tmp_path / "run")))
-    assert not (tmp_path / "run").exists()
+    ):
+        last = {"name": "last", "method": "bct", "old": "stage:plain", **changes}
+        with pytest.raises(XcompatError, match=message):
+            run_recipe(recipe_of(trained, stages=[first, wider, last], output_dir=str(tmp_path / "run")))
+        assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("method", mostly_nightly(["bct", "oca", "query_map"], "query_map".__eq__))
@@ -415,9 +390,7 @@ def test_embeddings_replace_a_lost_model(method: str, trained: dict[str, Any], l
     assert gone["old/old"] == pytest.approx(here["old/old"]) and gone["new/old"] == pytest.approx(here["new/old"], abs=0.1)
 
 
-def test_a_chosen_map_mixes_in_queries_of_old_models_but_not_of_old_embeddings(
-    trained: dict[str, Any], left: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_lost_model_is_mixed_in(trained: dict[str, Any], left: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A search cannot embed its query with a folder of embeddings."""
     monkeypatch.setattr(Trial, "is_surely_no_worse", False)
     for name, old in (("gone", left), ("here", trained["old"])):
@@ -433,9 +406,7 @@ def test_an_index_a_gallery_or_a_table_replaces_an_old_model(trained: dict[str, 
     folder = Path(left)
     embeds, ids = np.load(folder / "image_embeds.npy"), (folder / "image_ids.txt").read_text().split("\n")[:-1]
     unit = (embeds / np.linalg.norm(embeds, axis=1, keepdims=True)).astype(np.float32)
-    index = faiss.IndexFlatIP(unit.shape[1])
-    index.add(unit)
-    faiss.write_index(index, str(tmp_path / "own.faiss"))
+    write_index(tmp_path / "own.faiss", unit)
     made_by = Fingerprint.from_string("the old model")
     store(Gallery.create(tmp_path / "gallery", made_by, unit.shape[1]), unit, ids)
     with pytest.raises(XcompatError, match="own.faiss has no ids; write the id of each vector to own.ids.txt beside it"):
@@ -454,35 +425,39 @@ def test_an_index_a_gallery_or_a_table_replaces_an_old_model(trained: dict[str, 
         run_recipe(recipe_for("ridge", trained, tmp_path / "other", independent=left))
 
 
-def test_prototypes_alone_train_what_learns_from_prototypes(trained: dict[str, Any], tmp_path: Path) -> None:
-    left = tmp_path / "left"
-    left.mkdir()
-    np.save(left / "prototypes.npy", np.eye(2, 8, dtype=np.float32))
-    (left / "classes.txt").write_text("bee\nant\n")
-    alone = recipe_of(trained, method="bct", old=str(left), evaluation=None, output_dir=str(tmp_path / "bct"))
+def test_prototypes_alone_are_an_old_model(trained: dict[str, Any], image_folder_of: dict[str, str], tmp_path: Path) -> None:
+    left = str(tmp_path)
+    np.save(tmp_path / "prototypes.npy", np.eye(2, 8, dtype=np.float32))
+    (tmp_path / "classes.txt").write_text("bee\nant\n")
+    alone = recipe_of(trained, method="bct", old=left, evaluation=None, output_dir=str(tmp_path / "bct"))
     embed_recipe(alone)
     run_recipe(alone)
     for method in {*SEEN, *MAPS} - {"bct", "oca"}:
         with pytest.raises(XcompatError, match=f"{method} needs an old embedding of every training image, but .* only class"):
-            run_recipe(recipe_for(method, trained, tmp_path / method, old=str(left)))
+            run_recipe(recipe_for(method, trained, tmp_path / method, old=left))
     with pytest.raises(XcompatError, match="contains only class prototypes.*set evaluation to null"):
-        run_recipe(recipe_of(trained, method="bct", output_dir=str(tmp_path / "judged"), old=str(left)))
+        run_recipe(recipe_of(trained, method="bct", output_dir=str(tmp_path / "judged"), old=left))
+    of_a_run = xcompat.OcaModel.from_encoder(image_folder_of["resnet"], old=str(Path(trained["old"]).parent), extra_dim=4)
+    assert of_a_run.config.classes == ["ant", "bee"] and of_a_run.config.embedding_dim == 12, "what a run ended with is meant"
+    model = xcompat.BctModel.from_encoder(image_folder_of["resnet"], old=left)
+    assert model.config.classes == ["bee", "ant"] and model.config.old["dim"] == 8
+    with pytest.raises(XcompatError, match="IndependentModel is trained without an old model and cannot search an old gallery"):
+        xcompat.IndependentModel.from_encoder(image_folder_of["resnet"], old=left)
+    with pytest.raises(XcompatError, match="FctModel needs a description of the old model; pass load_embedder"):
+        xcompat.FctModel.from_encoder(image_folder_of["resnet"], old=left)
 
 
-@pytest.mark.parametrize(
-    ("rows", "lines", "message"),
-    [
+def test_bad_rows_are_refused(trained: dict[str, Any], tmp_path: Path) -> None:
+    for rows, lines, message in (
         (np.ones((3, 8)), ["a", "b"], "has shape .3, 8., but image_ids.txt has 2 lines"),
         (np.full((2, 8), np.nan), ["a", "b"], "2 of 2 rows .* row 0 .*a.* has no embedding; row 1"),
         (np.eye(2, 8) * [[1.0], [0.0]], ["a", "b"], "1 of 2 rows .* row 1 .*b.* holds only zeros; fix them"),
         (np.ones((2, 8)), ["a", "a"], "image_ids.txt: 'a' is on two lines"),
         (np.ones((2, 8)), ["a", "b"], "has no embedding of 24 of 24 images"),
-    ],
-)
-def test_bad_rows_are_refused(rows: np.ndarray, lines: list[str], message: str, trained: dict[str, Any], tmp_path: Path) -> None:
-    with pytest.raises(XcompatError, match=message):
-        run_recipe(recipe_for("l2", trained, tmp_path / "run", old=write_left(tmp_path / "left", rows, lines)))
-    assert not (tmp_path / "run" / "checkpoints").exists()
+    ):
+        with pytest.raises(XcompatError, match=message):
+            run_recipe(recipe_for("l2", trained, tmp_path / "run", old=write_left(tmp_path / "left", rows, lines)))
+        assert not (tmp_path / "run" / "checkpoints").exists()
 
 
 def test_online_equals_cached_unaugmented(trained: dict[str, Any], tmp_path: Path) -> None:
@@ -492,22 +467,6 @@ def test_online_equals_cached_unaugmented(trained: dict[str, Any], tmp_path: Pat
     cached, online = (AutoModel.from_pretrained(tmp_path / name / "model").state_dict() for name in ("cached", "online"))
     for name, tensor in cached.items():
         torch.testing.assert_close(online[name], tensor, atol=1e-3, rtol=1e-2)  # the cache is float16
-
-
-def test_a_method_starts_from_a_run_or_what_is_left_of_it(
-    trained: dict[str, Any], image_folder_of: dict[str, str], tmp_path: Path
-) -> None:
-    run = str(Path(trained["old"]).parent)  # what it ended with is meant
-    model = xcompat.OcaModel.from_encoder(image_folder_of["resnet"], old=run, extra_dim=4)
-    assert model.config.classes == ["ant", "bee"] and model.config.embedding_dim == 12, "classes and dimension of the old model"
-    np.save(tmp_path / "prototypes.npy", np.eye(2, 8))
-    (tmp_path / "classes.txt").write_text("bee\nant\n")
-    model = xcompat.BctModel.from_encoder(image_folder_of["resnet"], old=str(tmp_path))
-    assert model.config.classes == ["bee", "ant"] and model.config.old["dim"] == 8
-    with pytest.raises(XcompatError, match="IndependentModel is trained without an old model and cannot search an old gallery"):
-        xcompat.IndependentModel.from_encoder(image_folder_of["resnet"], old=str(tmp_path))
-    with pytest.raises(XcompatError, match="FctModel needs a description of the old model; pass load_embedder"):
-        xcompat.FctModel.from_encoder(image_folder_of["resnet"], old=str(tmp_path))
 
 
 @pytest.mark.parametrize("method", mostly_nightly(["l2", "contrast", "bt2"], "bt2".__eq__))
@@ -555,25 +514,18 @@ def test_a_name_means_one_image(tmp_path: Path, caplog: pytest.LogCaptureFixture
         assert isinstance(same, LabelledTestSet) and same.gallery_ids == list(same.queries.dataset["id"])
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
+def test_slerp_needs_queries(trained: dict[str, Any], left: str, tmp_path: Path) -> None:
+    for changes, message in (
         ({"method": "fct"}, "method fct moves the old gallery to the new space; set it to null"),
         ({"options": {"direction": "old_to_new"}}, "method procrustes moves the old gallery"),
-        ({"old": "left"}, "left contains embeddings and cannot embed a query; set it to null"),
+        ({"old": left}, "left contains embeddings and cannot embed a query; set it to null"),
         ({"data": {"old_reads": "captions"}}, "the old model reads captions and the new model reads images"),
-    ],
-)
-def test_queries_are_not_mixed_with_old_ones_that_are_not_there(
-    changes: dict[str, Any], message: str, trained: dict[str, Any], left: str, tmp_path: Path
-) -> None:
-    changes = {"method": "procrustes", **changes, "data": {**trained["data"], **changes.get("data", {})}}
-    if "old" in changes:
-        changes["old"] = left
-    stages = [{"name": "first", "method": "ridge"}, {"name": "second", "evaluation": {"slerp": 0.5}, **changes}]
-    with pytest.raises(XcompatError, match=f"second: evaluation.slerp needs old queries, but .*{message}"):
-        run_recipe(recipe_of(trained, new=trained["independent"], stages=stages, output_dir=str(tmp_path / "run")))
-    assert not (tmp_path / "run").exists(), "nothing is trained for nothing"
+    ):
+        changes = {"method": "procrustes", **changes, "data": {**trained["data"], **changes.get("data", {})}}
+        stages = [{"name": "first", "method": "ridge"}, {"name": "second", "evaluation": {"slerp": 0.5}, **changes}]
+        with pytest.raises(XcompatError, match=f"second: evaluation.slerp needs old queries, but .*{message}"):
+            run_recipe(recipe_of(trained, new=trained["independent"], stages=stages, output_dir=str(tmp_path / "run")))
+        assert not (tmp_path / "run").exists(), "nothing is trained for nothing"
 
 
 def test_a_sequence_of_updates_is_judged_on_every_earlier_gallery(trained: dict[str, Any], tmp_path: Path) -> None:

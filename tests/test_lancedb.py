@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from conftest import Run
 from lancedb.index import BTree, HnswSq, IvfPq
 from store_places import OLD, LancePlace, fixed_size, map_of_galleries
 
@@ -247,8 +248,6 @@ def test_an_object_store_is_claimed_by_a_lease(place: LancePlace, mapping: Mappi
     migration.finish(store)
     assert place.database.list_tables().tables == ["items"] and store.describe()["fingerprint"] == mapping.target[0].digest
 
-
-def test_a_store_that_does_not_answer_is_named_without_its_keys() -> None:
     nowhere = "endpoint=http://127.0.0.1:1&allow_http=true&region=x&client_max_retries=0"
     with pytest.raises(LostConnectionError, match="does not answer .* to continue") as raised:
         xcompat.stores.open(f"lancedb+s3://bucket/db?table=items&aws_access_key_id=me&aws_secret_access_key=hidden&{nowhere}")
@@ -260,19 +259,15 @@ def test_a_condition_that_is_wrong_is_told_in_one_line(place: LancePlace) -> Non
         place.open().search(np.ones((1, OLD_DIM)), filter="prize < 3")
 
 
-def test_a_map_is_fitted_to_the_vectors_of_a_database(
-    place: LancePlace, vectors: np.ndarray, tmp_path: Path, run_xcompat: Callable[..., tuple[int, str, str]]
-) -> None:
+def test_a_map_is_fitted_to_a_database(place: LancePlace, vectors: np.ndarray, tmp_path: Path, run_xcompat: Run) -> None:
     new = vectors[::-1] @ np.linalg.qr(np.random.default_rng(1).standard_normal((OLD_DIM, OLD_DIM)))[0]
     ids = [str(row) for row in reversed(range(N))]
     pq.write_table(pa.table({"id": ids, "embedding": fixed_size(new.astype(np.float32))}), tmp_path / "new.parquet")
     mapping = ("map", "--old", place.uri(), "--new", tmp_path / "new.parquet", "--out", tmp_path / "forward")
-    code, _, err = run_xcompat(*mapping, "--direction", "old_to_new")
-    assert code == 0, err
-    code, out, err = run_xcompat("migrate", "plan", place.uri(), "--model", tmp_path / "forward")
-    assert code == 0 and "600" in out and "finds 100 % in the mapped gallery" in out, "the map knows the recorded model"
-    code, _, err = run_xcompat(*mapping)
-    assert code == 2 and "different --direction" in err
+    run_xcompat.output(*mapping, "--direction", "old_to_new")
+    out = run_xcompat.output("migrate", "plan", place.uri(), "--model", tmp_path / "forward")
+    assert "600" in out and "finds 100 % in the mapped gallery" in out, "the map knows the recorded model"
+    assert "different --direction" in run_xcompat.refusal(*mapping)
     found = xcompat.fit_map(old=place.uri(), new=tmp_path / "new.parquet")
     assert found.is_safe and found.model.config.old["fingerprint"] == OLD.digest
     np.testing.assert_allclose(found.to_space(new[::-1]), vectors, atol=1e-3)
@@ -280,5 +275,5 @@ def test_a_map_is_fitted_to_the_vectors_of_a_database(
         ("lancedb:///nowhere?table=items", "nowhere"),
         ("mysql://me:secret@db/shop", "mysql is not a kind of store"),
     ):
-        code, _, err = run_xcompat("map", "--old", uri, "--new", tmp_path / "new.parquet")
-        assert code == 2 and said in err and "secret" not in err
+        err = run_xcompat.refusal("map", "--old", uri, "--new", tmp_path / "new.parquet")
+        assert said in err and "secret" not in err

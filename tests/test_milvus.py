@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from conftest import refuses
 from schedule import mostly_nightly
 from store_places import MilvusPlace, milvus_place
 
@@ -92,17 +93,15 @@ def test_everything_beside_the_vector_is_copied(place: MilvusPlace, vectors: np.
     new, old = (place.client.describe_collection(name) for name in ("items", "items_before"))
     fields = [{field["name"]: str(field).replace(str(NEW_DIM), str(OLD_DIM)) for field in one["fields"]} for one in (new, old)]
     assert "xcompat_state" in fields[0].pop("xcompat_state") and fields[0] == fields[1]
-    indexes = [
-        [place.client.describe_index(name, index) for index in place.client.list_indexes(name)]
-        for name in ("items", "items_before")
-    ]
-    kept = ("index_type", "metric_type", "field_name", "index_name")
-    assert [[one[key] for key in kept] for one in indexes[0]] == [[one[key] for key in kept] for one in indexes[1]]
-    service = {
-        **row_of(99, np.ones(NEW_DIM, np.float32)),
-        **({} if kind == "automatic" else {"id": "new" if kind == "text" else 999}),
-    }
-    assert place.client.insert("items", [service])["insert_count"] == 1
+
+    def indexes(name: str) -> list[list[Any]]:
+        found = [place.client.describe_index(name, index) for index in place.client.list_indexes(name)]
+        return [[one[key] for key in ("index_type", "metric_type", "field_name", "index_name")] for one in found]
+
+    assert indexes("items") == indexes("items_before")
+    own_id = {"text": {"id": "new"}, "number": {"id": 999}, "automatic": {}}[kind]
+    inserted = place.client.insert("items", [row_of(99, np.ones(NEW_DIM, np.float32)) | own_id])
+    assert inserted["insert_count"] == 1
     assert migration.rollback(store)[1] == 1
 
 
@@ -196,14 +195,12 @@ def test_misfits_are_refused_in_one_line(place: MilvusPlace, vectors: np.ndarray
         (f"{file}?collection=items&field=vektor", "'vektor' is not a float vector field; did you mean 'vector'"),
         (f"milvus://{tmp_path}/nothing.db?collection=items", "is not a Milvus Lite file"),
     ]:
-        with pytest.raises(XcompatError, match=said) as refusal:
+        with refuses(said):
             xcompat.stores.open(uri)
-        assert "\n" not in str(refusal.value)
     assert not (tmp_path / "nothing.db").exists()
     for filter_ in ("price <", "no such thing"):
-        with pytest.raises(XcompatError, match="field=vector: ") as refusal:
+        with refuses("field=vector: "):
             store.search(vectors[:1], filter=filter_)
-        assert "\n" not in str(refusal.value)
     with pytest.raises(XcompatError, match="only copies float32"):
         migration.start(store, Mapping(model), dtype="float16")
     place.client.create_alias("items", "items_before")
