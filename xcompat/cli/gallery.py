@@ -147,14 +147,13 @@ def build(
     argument_checks.require_named(model)
     texts = _set_options(text_column=text_column, id_column=id_column, words=words, overlap=overlap, keep_text=keep_text)
     kept = _kept_columns(metadata, no_metadata)
-    of_items = dtype is not None or side_info is not None
     if from_faiss is not None:
         of_vectors = index is not None or dtype is not None or vector_name is not None
         if source is not None or of_vectors or texts or kept is not True or max_bad_share is not None or side_info is not None:
             raise XcompatError(ADOPTS_ONLY)
         commands.adopt(out, from_faiss, ids, model)
     elif source is not None and (vector_name is not None or is_vectors(source)):
-        if of_items or set(texts) - {"id_column"}:
+        if dtype is not None or side_info is not None or set(texts) - {"id_column"}:
             raise XcompatError(f"{shown(source)} holds vectors: remove --dtype, --side-info and the options of images and texts")
         read = partial(read_stored, source, ids, id_column, vector_name)
         told = read_columns(source, id_column, vector_name, kept)
