@@ -74,7 +74,7 @@ def run(only: list[str], long: bool) -> Iterator[Row]:
                 if long and kept.exists():
                     yield from read_rows(kept)
                     continue
-                task = bar.add_task(f"{each.group}: {each.name}{each.part}", total=None, rate="")
+                task = bar.add_task(f"{each.group}: {each.name}{each.part}", total=None, unit="trials")
                 row = each.run(folder / "trials", partial(_tell, bar, task))
                 bar.remove_task(task)
                 shutil.rmtree(folder / "trials", ignore_errors=True)
@@ -84,7 +84,7 @@ def run(only: list[str], long: bool) -> Iterator[Row]:
 
 
 def _tell(bar: Progress, task: TaskID) -> None:
-    advance_bar(bar, task, 1, "trials")
+    advance_bar(bar, task, 1)
     bar.refresh()
 
 

@@ -40,7 +40,8 @@ LONG = "a_folder_with_a_long_name_as_cameras_and_data_sets_have_them"
 @pytest.fixture(scope="module")
 def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return twelve images below a folder with a long name, and what file managers leave among them."""
-    folder = tmp_path_factory.mktemp("photos")
+    folder = tmp_path_factory.mktemp("search") / "photos"
+    folder.mkdir()
     write_photos(folder / LONG, 12)
     for hidden in (f"{LONG}/._0.png", "._x.jpg", ".DS_Store", "Thumbs.db", "__MACOSX/0.png", ".thumbnails/0.png"):
         (folder / hidden).parent.mkdir(exist_ok=True)
@@ -50,7 +51,7 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def gallery(photos: Path, old: Embedder) -> Path:
-    folder = photos.with_name("gallery of photos")
+    folder = photos.with_name("gallery")
     assert ingest(Gallery.create(folder, old), load_originals(photos), old)[:3] == (12, 0, 0)
     return folder
 

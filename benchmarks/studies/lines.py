@@ -159,7 +159,7 @@ class Column:
         maps: the maps to measure.
     """
 
-    def __init__(self, name: str, maps: Maps) -> None:
+    def __init__(self, name: str, maps: Maps = SOLVERS) -> None:
         self.name, self.maps = name, maps
         self.values: dict[tuple[str, str], list[NDArray[np.float64]]] = defaultdict(list)
         self.agreement: dict[str, list[float]] = defaultdict(list)

@@ -25,8 +25,6 @@ def launch(
 
     Options: see [bold]accelerate launch --help[/bold].
     """
-    logging.disable(logging.ERROR)  # each process prints its own line
-    signal.signal(signal.SIGINT, lambda *_: None)  # wait for the processes; an ignored signal would be ignored by them too
     sys.exit(launch_processes(arguments))
 
 
@@ -51,6 +49,8 @@ def launch_processes(arguments: list[str]) -> int:
     asked = parser.parse_args(["--module", *arguments])
     asked.training_script_args = [asked.training_script, *asked.training_script_args]
     asked.training_script = "xcompat"
+    logging.disable(logging.ERROR)  # each process prints its own line
+    handler = signal.signal(signal.SIGINT, lambda *_: None)  # wait for the processes; they would ignore an ignored signal too
     try:
         launch_command(asked)
     except subprocess.CalledProcessError as error:
@@ -61,6 +61,9 @@ def launch_processes(arguments: list[str]) -> int:
         return _shell_code(-error.sigval)
     except (ValueError, ImportError, OSError) as error:
         _refuse(str(error), error)
+    finally:
+        logging.disable(logging.NOTSET)
+        signal.signal(signal.SIGINT, handler)
     return 0
 
 
