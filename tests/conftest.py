@@ -153,7 +153,7 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.fixture(scope="session")
 def image_folder_of(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Return a saved tiny encoder per architecture without a text tower, D = 16."""
+    """Return likewise those without a text tower."""
     base = tmp_path_factory.mktemp("image_encoders")
     return {name: save_stand_in(base / name, name, 16, seed=1) for name in IMAGE_ARCHITECTURES}
 
@@ -170,26 +170,28 @@ def old_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="session")
-def compatible_folder(tmp_path_factory: pytest.TempPathFactory, folder_of: dict[str, str], old_folder: str) -> str:
-    """Return a saved model whose queries search galleries of the old one."""
-    folder = tmp_path_factory.mktemp("compatible") / "xbt"
-    torch.manual_seed(0)
-    XbtModel.from_encoder(folder_of["clip"], old=load_embedder(old_folder).describe_old()).export(folder)
-    return str(folder)
-
-
-@pytest.fixture(scope="session")
-def upgrading_folder(tmp_path_factory: pytest.TempPathFactory, folder_of: dict[str, str], old_folder: str) -> str:
-    """Return a saved model that maps galleries of the old one."""
-    folder = tmp_path_factory.mktemp("upgrading") / "fct"
-    torch.manual_seed(0)
-    FctModel.from_encoder(folder_of["clip"], old=load_embedder(old_folder).describe_old()).export(folder)
-    return str(folder)
-
-
-@pytest.fixture(scope="session")
 def old(old_folder: str) -> Embedder:
     return load_embedder(old_folder)
+
+
+@pytest.fixture(scope="session")
+def compatible_folder(tmp_path_factory: pytest.TempPathFactory, folder_of: dict[str, str], old: Embedder) -> str:
+    """Return a saved model whose queries search galleries of the old one."""
+    torch.manual_seed(0)
+    XbtModel.from_encoder(folder_of["clip"], old=old.describe_old()).export(
+        folder := tmp_path_factory.mktemp("compatible") / "xbt"
+    )
+    return str(folder)
+
+
+@pytest.fixture(scope="session")
+def upgrading_folder(tmp_path_factory: pytest.TempPathFactory, folder_of: dict[str, str], old: Embedder) -> str:
+    """Return a saved model that maps galleries of the old one."""
+    torch.manual_seed(0)
+    FctModel.from_encoder(folder_of["clip"], old=old.describe_old()).export(
+        folder := tmp_path_factory.mktemp("upgrading") / "fct"
+    )
+    return str(folder)
 
 
 @pytest.fixture(scope="session")
@@ -199,7 +201,6 @@ def new(compatible_folder: str) -> Embedder:
 
 @pytest.fixture(scope="session")
 def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder of 40 images."""
     return write_photos(tmp_path_factory.mktemp("session") / "photos", 40)
 
 
@@ -217,7 +218,6 @@ def raw_recipe(folder: Path, old: str, new: str, pairs: str, **data: Any) -> dic
 
 
 def recipe_of(raw: dict[str, Any], **changes: Any) -> Recipe:
-    """Return the recipe of a document with some keys replaced."""
     return parse_recipe({**raw, **changes}, "demo", "demo.yaml")
 
 
@@ -254,7 +254,6 @@ def images() -> list[Image.Image]:
 
 @pytest.fixture(scope="session")
 def pairs_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Return a folder of 24 images with a captions file."""
     folder = tmp_path_factory.mktemp("pairs")
     pixels = np.random.default_rng(1).integers(0, 255, (24, 40, 40, 3), dtype=np.uint8)
     for row, image in enumerate(pixels):
@@ -266,7 +265,6 @@ def pairs_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="session")
 def texts_file(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Return a corpus of 40 lines."""
     file = tmp_path_factory.mktemp("texts") / "texts.txt"
     file.write_text("".join(f"sentence {row} about {'a dog' if row % 3 else 'two cats'}\n" for row in range(40)))
     return str(file)
@@ -289,16 +287,13 @@ class Run:
         return self.called(*self.words, *arguments)
 
     def output(self, *arguments: object) -> str:
-        """Return what a command that succeeds prints."""
         code, out, err = self(*arguments)
         assert code == 0, err
         return out
 
     def refusal(self, *arguments: object) -> str:
         """Return the one line with which a command is refused."""
-        code, _, err = self(*arguments)
-        assert (code, err.count("\n")) == (2, 1), err
-        return err
+        return refused(self(*arguments))
 
 
 @pytest.fixture
@@ -349,6 +344,15 @@ def refused(result: tuple[int, str, str], expected: int = 2) -> str:
     lines = [line for line in error.splitlines() if line.strip() and "B/s]" not in line and "it/s]" not in line]
     assert code == expected and len(lines) == 1 and lines[0].startswith("xcompat: "), error
     return lines[0].removeprefix("xcompat: ")
+
+
+def refuses(message: str, call: Callable[..., object], *arguments: Any, **options: Any) -> str:
+    """Call a function that must refuse its arguments in one line, and return this line."""
+    with pytest.raises(XcompatError, match=message) as refusal:
+        call(*arguments, **options)
+    line = str(refusal.value)
+    assert "\n" not in line and len(line) < 1000
+    return line
 
 
 @contextmanager
@@ -414,7 +418,6 @@ def postgres() -> Iterator[str]:
 
 @pytest.fixture
 def database(postgres: str) -> Iterator[Any]:
-    """Return a connection to an empty schema."""
     import psycopg
 
     with psycopg.connect(postgres, autocommit=True) as connection:

@@ -9,7 +9,7 @@ import os
 import re
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -51,7 +51,24 @@ class Repository:
         return self.branches.get(revision, revision if revision in self.commits else None)
 
 
-class Hub(ThreadingHTTPServer):
+class Loopback(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def __init__(self, handler: type[BaseHTTPRequestHandler]) -> None:
+        super().__init__(("127.0.0.1", 0), handler)
+        self.asked: list[str] = []
+        threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+
+    @property
+    def host(self) -> str:
+        return f"127.0.0.1:{self.server_address[1]}"
+
+    def close(self) -> None:
+        self.shutdown()
+        self.server_close()
+
+
+class Hub(Loopback):
     """Repositories in memory, what was asked of them, and what is to go wrong.
 
     ``faults`` maps a regular expression on "METHOD path" to a status code, or to 0 for a dropped connection; each strikes as
@@ -59,13 +76,10 @@ class Hub(ThreadingHTTPServer):
     ``short`` of what was announced, or has ``moved`` on, with another ETag, since it was asked about.
     """
 
-    daemon_threads = True
-
     def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
+        super().__init__(_Handler)
         self.repos: dict[str, Repository] = {}
         self.large: dict[str, bytes] = {}
-        self.asked: list[str] = []
         self.faults: dict[str, int] = {}
         self.strikes: dict[str, int] = {}
         self.spoilt: dict[str, str] = {}
@@ -73,14 +87,12 @@ class Hub(ThreadingHTTPServer):
         self.is_full = False
         self.datasets: set[str] = set()
         self.page = 100
-        threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}"
+        return f"http://{self.host}"
 
     def add(self, repo: str, folder: str | Path, branch: str = "main") -> str:
-        """Put a folder's files there; return the commit."""
         paths = [path for path in Path(folder).rglob("*") if path.is_file()]
         files = {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
         return self.repos.setdefault(repo, Repository()).commit(files, branch)
@@ -95,6 +107,10 @@ class Hub(ThreadingHTTPServer):
                     self.strikes[pattern] -= 1
                 return status
         return None
+
+
+class _MissingError(Exception):
+    """What is asked for is not there, and the answer says so."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -121,9 +137,10 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             for pattern, name in _ROUTES:
                 if found := re.fullmatch(pattern, asked):
-                    return getattr(self, name)(body, **found.groupdict())
+                    with suppress(_MissingError):
+                        getattr(self, name)(body, **found.groupdict())
+                    return
             self._answer(404, {"error": f"no such route: {asked}"})
-        return None
 
     do_GET = do_HEAD = do_POST = do_PUT = _dispatch
 
@@ -137,15 +154,12 @@ class _Handler(BaseHTTPRequestHandler):
         if self.command != "HEAD":
             self.wfile.write(raw)
 
-    def _find(self, repo: str, revision: str) -> tuple[Repository, str] | None:
+    def _find(self, repo: str, revision: str) -> tuple[Repository, str]:
         found = self.server.repos.get(repo)
-        if found is None:
-            self._answer(404, {"error": "Repository not found"}, code="RepoNotFound")
-            return None
-        sha = found.resolve(revision)
-        if sha is None:
-            self._answer(404, {"error": f"Invalid rev id: {revision}"}, code="RevisionNotFound")
-            return None
+        sha = found.resolve(revision) if found else None
+        if found is None or sha is None:
+            self._answer(404, {"error": "not found"}, code="RevisionNotFound" if found else "RepoNotFound")
+            raise _MissingError
         return found, sha
 
     def create(self, body: bytes) -> None:
@@ -164,9 +178,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(200 if valid else 400, {"errors": [] if valid else [{"message": "no mapping"}], "warnings": []})
 
     def info(self, body: bytes, repo: str, revision: str = "main") -> None:
-        if (found := self._find(repo, revision)) is None:
-            return
-        repository, sha = found
+        repository, sha = self._find(repo, revision)
         names = [{"rfilename": name} for name in repository.commits[sha]]
         about = {"id": repo, "sha": sha, "siblings": names, "private": repository.private, "gated": repository.gated}
         card = repository.card(sha)
@@ -187,24 +199,22 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(200 if there else 404, {"id": repo, "sha": "0" * 40}, code="" if there else "RepoNotFound")
 
     def tree(self, body: bytes, repo: str, revision: str, folder: str | None) -> None:
-        if (found := self._find(repo, revision)) is None:
-            return
+        repository, sha = self._find(repo, revision)
         if folder is not None:  # nothing here has folders
             self._answer(404, {"error": f"{folder} does not exist"}, code="EntryNotFound")
             return
-        files = found[0].commits[found[1]].items()
+        files = repository.commits[sha].items()
         self._answer(200, [{"type": "file", "path": path, "size": len(raw), "oid": _oid(raw)} for path, raw in files])
 
     def branch(self, body: bytes, repo: str, revision: str) -> None:
-        if (found := self._find(repo, "main")) is not None:
-            taken = revision in found[0].branches
-            found[0].branches.setdefault(revision, found[1])
-            self._answer(409 if taken else 200, {})
+        repository, sha = self._find(repo, "main")
+        taken = revision in repository.branches
+        repository.branches.setdefault(revision, sha)
+        self._answer(409 if taken else 200, {})
 
     def preupload(self, body: bytes, repo: str, revision: str) -> None:
-        if (found := self._find(repo, revision)) is None:
-            return
-        there = found[0].commits[found[1]]
+        repository, sha = self._find(repo, revision)
+        there = repository.commits[sha]
         answers = []
         for file in json.loads(body)["files"]:
             name = file["path"]
@@ -229,9 +239,8 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(200)
 
     def commit(self, body: bytes, repo: str, revision: str) -> None:
-        if (found := self._find(repo, revision)) is None:
-            return
-        files = dict(found[0].commits[found[1]])
+        repository, sha = self._find(repo, revision)
+        files = dict(repository.commits[sha])
         for line in body.splitlines():
             kind, value = (item := json.loads(line))["key"], item["value"]
             if kind == "file":
@@ -240,13 +249,11 @@ class _Handler(BaseHTTPRequestHandler):
                 files[value["path"]] = self.server.large[value["oid"]]
             elif kind == "deletedFile":
                 del files[value["path"]]
-        sha = found[0].commit(files, revision)
+        sha = repository.commit(files, revision)
         self._answer(200, {"success": True, "commitOid": sha, "commitUrl": f"{self.server.url}/{repo}/commit/{sha}"})
 
     def resolve(self, body: bytes, repo: str, revision: str, file: str) -> None:
-        if (found := self._find(repo, revision)) is None:
-            return
-        repository, sha = found
+        repository, sha = self._find(repo, revision)
         content = repository.commits[sha].get(file)
         if repository.gated:
             self._answer(403, {"error": "Access to this model is restricted"}, code="GatedRepo", X_Repo_Commit=sha)
@@ -301,8 +308,7 @@ def served(cache: Path) -> Iterator[Hub]:
         try:
             yield hub
         finally:
-            hub.shutdown()
-            hub.server_close()
+            hub.close()
 
 
 @contextmanager

@@ -12,20 +12,10 @@ METHOD_OF_EACH_KIND = ("xbt", "bct", "query_map", "fct")
 
 
 def mostly_nightly(values: Iterable[Any], daily: Callable[[Any], bool]) -> list[Any]:
-    """Return the parameters of a test; all but the daily ones run in ``make nightly`` only.
-
-    Args:
-        values: all parameters.
-        daily: whether a parameter runs on every change.
-    """
+    """Return the parameters of a test; all but the daily ones run in ``make nightly`` only."""
     return [value if daily(value) else pytest.param(value, marks=pytest.mark.nightly) for value in values]
 
 
 def mostly_nightly_rows(rows: Iterable[Sequence[Any]], daily: Callable[..., bool]) -> list[Any]:
-    """Return the values of several parameters of a test; all but the daily ones run in ``make nightly`` only.
-
-    Args:
-        rows: the values of one case each.
-        daily: whether a case runs on every change, from its values.
-    """
+    """Return likewise the values of several parameters, a row for each case."""
     return [pytest.param(*row, marks=() if daily(*row) else pytest.mark.nightly) for row in rows]

@@ -28,7 +28,6 @@ def make_market1501(folder: Path) -> Path:
 
 
 def make_ms1m(folder: Path) -> Path:
-    """Write six people, six images each, one folder for a person."""
     for person in range(6):
         for number in range(6):
             _write(folder / f"{person:06}" / f"{number}.jpg", person)
@@ -60,7 +59,6 @@ def make_ijbc(folder: Path) -> Path:
 
 
 def _write(file: Path, subject: int) -> None:
-    """Write noise of a colour that is the subject's."""
     file.parent.mkdir(parents=True, exist_ok=True)
     generator = np.random.default_rng(sum(file.name.encode()) + 1000 * subject)
     colour = np.random.default_rng(subject).integers(40, 200, 3)

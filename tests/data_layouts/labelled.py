@@ -30,7 +30,6 @@ def make_cifar100(folder: Path) -> None:
 
 
 def make_cifar10(folder: Path) -> None:
-    """Make ``cifar-10-batches-bin``: five training batches of two images, and the test batch."""
     write(folder / "batches.meta.txt", [*(f"class {number}" for number in range(10)), "", ""])
     for batch in range(5):
         (folder / f"data_batch_{batch + 1}.bin").write_bytes(records(np.array([[2 * batch], [2 * batch + 1]])))
@@ -57,7 +56,6 @@ def make_imagenet(folder: Path) -> None:
 
 
 def make_imagenet_r(folder: Path) -> None:
-    """Make ImageNet-R: a folder for each of its classes, which are some of ImageNet's, and its README."""
     for synset in SYNSETS[:2]:
         for number, (what, kind) in enumerate((("art", "0"), ("cartoon", "1"))):
             draw(folder / synset / f"{what}_{kind}{number}.jpg")
@@ -66,7 +64,6 @@ def make_imagenet_r(folder: Path) -> None:
 
 
 def make_imagenet_sketch(folder: Path) -> None:
-    """Make ImageNet-Sketch: ``sketch`` with a folder for each of ImageNet's classes."""
     for synset in SYNSETS:
         for number in range(2):
             draw(folder / "sketch" / synset / f"sketch_{number}.JPEG")
