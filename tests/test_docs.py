@@ -1,4 +1,4 @@
-"""Documents match the code: links lead somewhere, tables are complete, marked examples run, and others are valid."""
+"""Documents match the code: links, tables, examples and commands, pages of methods, and the site of `make docs`."""
 
 from __future__ import annotations
 
@@ -6,13 +6,21 @@ import ast
 import gzip
 import importlib
 import importlib.metadata
+import importlib.util
 import json
+import os
+import pkgutil
 import re
 import shlex
 import shutil
+import subprocess
+import sys
 import tomllib
+from collections import Counter
 from collections.abc import Callable
+from html.parser import HTMLParser
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -22,20 +30,30 @@ import typer
 import warm
 import yaml
 from accelerate.commands.launch import launch_command_parser
+from conftest import write_embeds
+from data_layouts.images import draw
+from latex2mathml.converter import convert
 from markdown_it import MarkdownIt
+from mkdocstrings import Inventory
 from PIL import Image
+from schedule import mostly_nightly
+from store_places import unit_vectors
 from transformers import AutoModel
 from typing_in import commands_of, type_in
 
 import xcompat
 from xcompat import Fingerprint, XbtModel, cli
 from xcompat.cli.quickstart import DEFAULT, QuickstartGroup
+from xcompat.core.arrays import normalise_rows
 from xcompat.encoders.standins import save_stand_in
 from xcompat.methods import METHODS
 from xcompat.models import describe_old
+from xcompat.models.classified import ClassifiedModel
 from xcompat.training.recipe import load_recipe
+from xcompat.training.stage_recipe import usual_options
 
 ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
 INDEX = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
 LISTED = [f"docs/{name}" for name in re.findall(r"^\| \[(\w+\.md)\]\(\1\) \|", INDEX, re.MULTILINE)]
 PAGES = {name: (ROOT / name).read_text(encoding="utf-8") for name in ["README.md", "docs/README.md", *LISTED]}
@@ -59,17 +77,24 @@ def embed(texts, model):
     return (rows / np.linalg.norm(rows, axis=1, keepdims=True)).tolist()
 """
 """Stands for the package of a service."""
-RECIPES = [
-    (name, recipe, text)
-    for name, page in PAGES.items()
-    for recipe, text in re.findall(r"```yaml\n# (\S+)\n(.*?)```", page, re.DOTALL)
-]
+RECIPES = [found for page in PAGES.values() for found in re.findall(r"```yaml\n# (\S+)\n(.*?)```", page, re.DOTALL)]
 
 
-def test_the_readme_is_read_in_five_minutes() -> None:
+def test_the_readme_launchers_and_version_are_current() -> None:
     lines = PAGES["README.md"].splitlines()
     assert len(lines) <= README_LINES
     assert [line for line in lines if len(line) > README_WIDTH] == []
+    page = PAGES["docs/several_gpus.md"]
+    rows = page[page.index("| name | for |") :].split("\n\n", 1)[0].splitlines()[2:]
+    described = {name for row in rows for name in re.findall(r"`([\w-]+)`", row.split("|")[1])}
+    assert described == {path.stem for path in (ROOT / "accelerate_configs").glob("*.yaml")}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["version"] == xcompat.__version__
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert citation["version"] == xcompat.__version__
+    assert citation["license"] == project["license"]
+    (installed,) = importlib.metadata.entry_points(group="console_scripts", name="xcompat")
+    assert installed.load() is cli.main
 
 
 @pytest.mark.parametrize("folder", ["docs", "docs/results"])
@@ -97,40 +122,18 @@ def test_links_and_paths_lead_somewhere(name: str) -> None:
     assert [path for path in paths if not (ROOT / path).exists()] == []
 
 
-def test_every_way_to_launch_is_described() -> None:
-    page = PAGES["docs/several_gpus.md"]
-    rows = page[page.index("| name | for |") :].split("\n\n", 1)[0].splitlines()[2:]
-    described = {name for row in rows for name in re.findall(r"`([\w-]+)`", row.split("|")[1])}
-    assert described == {path.stem for path in (ROOT / "accelerate_configs").glob("*.yaml")}
-
-
-def test_the_version_and_the_command_line_are_declared_once() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert project["version"] == xcompat.__version__
-    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
-    assert citation["version"] == xcompat.__version__
-    assert citation["license"] == project["license"]
-    (installed,) = importlib.metadata.entry_points(group="console_scripts", name="xcompat")
-    assert installed.load() is cli.main
-
-
 def test_the_recipes_in_the_pages_are_some(tmp_path: Path) -> None:
     told = {"photos.yaml": (["map"], None), "upgrade.yaml": (["projection", "xbt"], 1e-4), "texts.yaml": (["ridge"], None)}
-    assert {name for _, name, _ in RECIPES} == set(told)
-    for page, name, text in RECIPES:
+    assert {name for name, _ in RECIPES} == set(told)
+    for name, text in RECIPES:
         (tmp_path / name).write_text(text, encoding="utf-8")
         stages = load_recipe(tmp_path / name).stages
         methods, rate = told[name]
-        assert [stage.method for stage in stages] == methods, page
-        assert all(stage.data.tests() and stage.training.get("learning_rate") == rate for stage in stages), page
-
-
-def unit(rows_ND: np.ndarray) -> np.ndarray:
-    return (rows_ND / np.linalg.norm(rows_ND, axis=1, keepdims=True)).astype(np.float32)
+        assert [stage.method for stage in stages] == methods, name
+        assert all(stage.data.tests() and stage.training.get("learning_rate") == rate for stage in stages), name
 
 
 def take_photos(folder: Path) -> None:
-    """Make a folder of images with captions, and one with a folder for each class."""
     pixels = np.random.default_rng(1).integers(0, 255, (8, 32, 32, 3), dtype=np.uint8)
     captions = ["file_name,caption"]
     for row, image in enumerate(pixels):
@@ -143,12 +146,7 @@ def take_photos(folder: Path) -> None:
 
 @pytest.fixture
 def workplace(
-    tmp_path: Path,
-    folder_of: dict[str, str],
-    image_folder_of: dict[str, str],
-    old_folder: str,
-    texts_file: str,
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, folder_of: dict[str, str], image_folder_of: dict[str, str], old_folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> Path:
     """Return a folder that holds, in miniature, every file that the pages' examples read; it is the current one."""
     old = describe_old(Fingerprint.from_string("clip-b32"), dim=8)
@@ -159,7 +157,7 @@ def workplace(
     shutil.copytree(image_folder_of["resnet"], tmp_path / "microsoft/resnet-50")
     for name in ("sentence-transformers/all-MiniLM-L6-v2", "intfloat/e5-base-v2"):
         save_stand_in(tmp_path / name, "sentence-transformers", 8)
-    shutil.copy(texts_file, tmp_path / "texts.txt")
+    (tmp_path / "texts.txt").write_text("".join(f"{row} sentences about a dog\n" for row in range(40)))
     take_photos(tmp_path / "photos")
     generator = np.random.default_rng(0)
     to_old, to_new = generator.standard_normal((12, 8)), generator.standard_normal((12, 16))
@@ -167,14 +165,11 @@ def workplace(
     things = generator.standard_normal((60, 12))
     (tmp_path / "corpus").mkdir()
     for name, matrix in (("old", to_old), ("new", to_new)):
-        np.save(tmp_path / "corpus" / f"{name}.npy", unit(corpus @ matrix))
-        folder = tmp_path / "embeddings" / name
-        folder.mkdir(parents=True)
-        for kind in ("image", "text"):
-            noisy = things + 0.3 * generator.standard_normal(things.shape)
-            np.save(folder / f"{kind}_embeds.npy", unit(noisy @ matrix))
-            (folder / f"{kind}_ids.txt").write_text("".join(f"thing-{row}\n" for row in range(60)))
-    np.save(tmp_path / "old_vectors.npy", unit(generator.standard_normal((120, 8))))
+        np.save(tmp_path / "corpus" / f"{name}.npy", normalise_rows((corpus @ matrix).astype(np.float32)))
+        noisy = ((things + 0.3 * generator.standard_normal(things.shape)) @ matrix for _ in range(2))
+        image, text = (normalise_rows(rows.astype(np.float32)) for rows in noisy)
+        write_embeds(tmp_path / "embeddings" / name, [f"thing-{row}" for row in range(60)], image=image, text=text)
+    np.save(tmp_path / "old_vectors.npy", unit_vectors(120, 8))
     with gzip.open(tmp_path / "passages.jsonl.gz", "wt", encoding="utf-8") as file:
         file.writelines(json.dumps({"id": f"passage-{row}", "text": f"{row} things"}) + "\n" for row in range(120))
     (tmp_path / "my_provider.py").write_text(PROVIDER, encoding="utf-8")
@@ -214,7 +209,6 @@ LINE = next(code for page, _, code in EXAMPLES if page == "docs/add_a_method.md"
 
 
 def install_as_package(folder: Path) -> str:
-    """Write a distribution with the example in an entry point group."""
     (folder / "my_line.py").write_text(LINE, encoding="utf-8")
     (folder / "my_line-1.dist-info").mkdir()
     (folder / "my_line-1.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: my_line\nVersion: 1\n")
@@ -266,7 +260,6 @@ def test_the_example_method_trains_from_a_recipe(
         assert done.returncode == 0 and done.stdout.splitlines()[-1] == "LineModel False", done.stderr
 
 
-DOCS = ROOT / "docs"
 ELSEWHERE = ("methods", "tutorials")
 """Folders whose blocks all run, in tests of their own."""
 NOT_RUN = re.compile(r"<!-- not run: (\S.*) -->")
@@ -276,8 +269,6 @@ COMMAND_LINE: Any = typer.main.get_command(cli.app)
 
 
 class Block(NamedTuple):
-    """A block of code of a page that no test runs, and the reason that the page gives."""
-
     page: str
     line: int
     language: str
@@ -374,29 +365,21 @@ def check_xcompat(arguments: list[str]) -> None:
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
-def test_a_block_that_does_not_run_says_why(block: Block) -> None:
+def test_blocks_that_do_not_run_say_why_and_are_valid(block: Block) -> None:
     assert block.reason, f"write <!-- runnable --> before {block}, or <!-- not run: why -->"
-
-
-@pytest.mark.parametrize("block", [block for block in BLOCKS if block.language == "sh"], ids=str)
-def test_its_commands_are_some(block: Block) -> None:
-    commands = all_commands_of(block.code)
-    assert commands
-    for words in commands:
-        check(words)
-
-
-@pytest.mark.parametrize("block", [block for block in BLOCKS if block.language == "python"], ids=str)
-def test_its_python_imports_what_there_is(block: Block) -> None:
-    tree = ast.parse(block.code)
-    for node in ast.walk(tree):
+    if block.language == "sh":
+        commands = all_commands_of(block.code)
+        assert commands
+        for words in commands:
+            check(words)
+        return
+    for node in ast.walk(ast.parse(block.code)):
         if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "xcompat":
             module = importlib.import_module(node.module)
             assert [name.name for name in node.names if not hasattr(module, name.name)] == []
         elif isinstance(node, ast.Import):
-            for name in node.names:
-                if name.name.partition(".")[0] == "xcompat":
-                    importlib.import_module(name.name)
+            for name in (name.name for name in node.names if name.name.partition(".")[0] == "xcompat"):
+                importlib.import_module(name)
 
 
 def test_what_is_not_a_command_is_refused(tmp_path: Path) -> None:
@@ -417,3 +400,167 @@ def test_what_is_not_a_command_is_refused(tmp_path: Path) -> None:
     ):
         with pytest.raises((AssertionError, FileNotFoundError, SystemExit)):
             check(shlex.split(wrong))
+
+
+FOLDER = DOCS / "methods"
+sys.path.insert(0, str(DOCS))
+
+import options  # noqa: E402
+from pictures import PICTURES, as_svg  # noqa: E402
+
+METHOD_TEXTS = {path.stem: path.read_text(encoding="utf-8") for path in sorted(FOLDER.glob("*.md"))}
+OVERVIEW = (DOCS / "methods.md").read_text(encoding="utf-8")
+OPTIONS_OF_MANY = OVERVIEW[OVERVIEW.index("## Options") :].split("## Shared options")
+SECTIONS = ["Loss", "When to use it", "Run it", "Options", "Differences from the paper", "Results", "Paper"]
+COLUMNS = {name for method in METHODS.values() for name in (*method.columns, *method.columns_if_known)} | {"labels"}
+
+
+def section(page: str, name: str) -> str:
+    return re.split(r"^## .*\n", page, flags=re.MULTILINE)[1 + SECTIONS.index(name)]
+
+
+def test_every_method_has_a_page_a_picture_and_current_options() -> None:
+    assert set(METHOD_TEXTS) == set(PICTURES) == {path.stem for path in FOLDER.glob("*.svg")} == set(METHODS)
+    assert sorted(re.findall(r"^\| \[`(\w+)`\]\(methods/\1\.md\) \|", OVERVIEW, re.MULTILINE)) == sorted(METHODS)
+    assert [file.name for file, text in options.files().items() if file.read_text(encoding="utf-8") != text] == []
+    assert {model.__module__.rpartition(".")[2]: name for name, model in METHODS.items()} == {name: name for name in METHODS}
+    told = options.meanings_of(METHODS["oca"].config_class)
+    assert told["compat_weight"] == "the paper's λ1." and told["old_scale"].startswith("factor on cosines")
+    assert "| `classified` | `new_part` | the new classifier's input" in options.table_of("bt2")
+    assert options.shared_table().count("`triplet`") == 1, "choices that the docstring does not name"
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_pages_pictures_and_options_are_current(method: str) -> None:
+    page = METHOD_TEXTS[method]
+    assert re.findall(r"^## (.*)", page, re.MULTILINE) == SECTIONS
+    assert all(section(page, name).strip() for name in SECTIONS)
+    ((described, file),) = re.findall(r"!\[(.+)\]\((.+)\)", page)
+    assert file == f"{method}.svg" and len(described) > 60, "the picture in words, for whoever does not see it"
+    equations = re.findall(r"```math\n(.*?)```", page, re.DOTALL)
+    assert equations and not [each for each in equations if "\\" in convert(each)], "a command that latex2mathml does not know"
+    assert "$" not in page, "inline equations are words"
+    picture, model = PICTURES[method], METHODS[method]
+    assert (FOLDER / f"{method}.svg").read_bytes() == as_svg(picture)
+    assert (len(picture.gallery) > 1) == model.maps_galleries_with({}), "mapped once, or left as it is"
+    states = {part.state for line in picture.lanes for part in line.parts}
+    assert ("solved" in states) == model.is_solved and bool(states & {"trained", "adapted"}) != model.is_solved
+    assert options.with_table(page, options.table_of(method)) == page
+    listed = re.findall(r"^\| `(\w+)` \| `(.*?)` \| (.+) \|$", section(page, "Options"), re.MULTILINE)
+    linked = re.findall(r"^\[Shared options\].*", section(page, "Options"), re.MULTILINE)
+    shared = re.findall(r"`(\w+)`", "".join(linked))
+    of_all, for_some = (re.findall(r"^\| `(\w+)` \| `.*?` \| .+ \|$", part, re.MULTILINE) for part in OPTIONS_OF_MANY)
+    assert set(shared) <= set(for_some)
+    assert sorted([*(name for name, _, _ in listed), *shared, *of_all]) == sorted(usual_options(method))
+    (told,) = re.findall(r"^\| Data \|(.*)\|$", section(page, "When to use it"), re.MULTILINE)
+    needed = {*model.columns, *model.columns_if_known} | ({"labels"} if issubclass(model, ClassifiedModel) else set())
+    assert set(re.findall(r"`(\w+)`", told)) & COLUMNS == needed
+
+
+@pytest.mark.parametrize("method", mostly_nightly(METHODS, ("bct", "whitened").__contains__))
+@pytest.mark.usefixtures("undrawn")
+def test_recipes_run(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("photos/captioned", "photos/train/cat", "photos/test/cat"):
+        draw(tmp_path / name / "a.png")
+    (tmp_path / "photos/captioned/metadata.csv").write_text("file_name,caption\na.png,a dog\n", encoding="utf-8")
+    (tmp_path / "texts.txt").write_text("a dog\n", encoding="utf-8")
+    shown = section(METHOD_TEXTS[method], "Run it")
+    ((file, recipe),) = re.findall(r"```yaml\n# (\S+)\n(.*?)```", shown, re.DOTALL)
+    (block,) = re.findall(r"```sh\n(.*?)```", shown, re.DOTALL)
+    (command,) = commands_of(block)
+    (tmp_path / file).write_text(recipe, encoding="utf-8")
+    assert f"method: {method}" in recipe
+    type_in(command)
+    assert f"✓ {method} runs from end to end on stand-ins" in capsys.readouterr().out
+
+
+PACKAGES = ["xcompat", *(each.name for each in pkgutil.walk_packages(xcompat.__path__, "xcompat.") if each.ispkg)]
+SHOWN = ["li", "table", "tr", "pre", "blockquote", "h1", "h2", "h3", "h4", "img"]
+"""Elements of which GitHub and the site must show as many."""
+
+
+def theme(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, DOCS / "theme" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
+    quiet = {"NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | quiet, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+class Elements(HTMLParser):
+    """Start tags of a page, those inside of its article apart; what a page loads."""
+
+    def __init__(self, page: Path) -> None:
+        super().__init__()
+        self.article: Counter[str] = Counter()
+        self.loaded: list[str] = []
+        self._inside = 0
+        self.feed(page.read_text(encoding="utf-8"))
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        told = dict(attrs)
+        if tag != "a" and not (tag == "link" and told.get("rel") in ("canonical", "next", "prev")):
+            self.loaded += [value for name in ("src", "href", "data", "srcset") if (value := told.get(name))]
+        self._inside += tag == "article"
+        if self._inside:
+            self.article[tag] += 1
+
+    def handle_endtag(self, tag: str) -> None:
+        self._inside -= tag == "article"
+
+
+def test_public_names_and_what_pages_import_have_an_api_page(site: Path) -> None:
+    with (site / "objects.inv").open("rb") as file:
+        inventory = Inventory.parse_sphinx(file)
+    public = [f"{package}.{name}" for package in PACKAGES for name in getattr(importlib.import_module(package), "__all__", ())]
+    assert "xcompat.methods.XbtModel" in public
+    imports = re.compile(r"^from (xcompat[\w.]*) import ([\w, ]+)", re.MULTILINE)
+    pages = [ROOT / "README.md", *DOCS.rglob("*.md"), *DOCS.rglob("*.ipynb")]
+    told = [block for page in pages for block in imports.findall(page.read_text(encoding="utf-8"))]
+    imported = {(module, name) for module, names in told for name in names.split(", ")}
+    assert ("xcompat.retrieval", "Gallery") in imported
+    lazy = {name: f"xcompat.methods.{name}" for name in importlib.import_module("xcompat.methods").__all__}
+    public += [lazy.get(name, f"xcompat.{name}") if module == "xcompat" else f"{module}.{name}" for module, name in imported]
+    assert sorted(name for name in public if name not in inventory and not name.endswith("__")) == []
+    assert {item.uri.split("/")[0] for item in inventory.values()} == {"api"}
+
+
+def test_the_site_loads_nothing_and_equals_github(site: Path) -> None:
+    pages = list(site.rglob("*.html"))
+    assert pages
+    for page in pages:
+        elsewhere = [address for address in Elements(page).loaded if re.match(r"(?:[a-z]+:)?//", address)]
+        assert elsewhere == [], page
+    for style in site.rglob("*.css"):
+        assert re.findall(r"(?:url\(|@import )['\"]?(?:https?:)?//[^)]*", style.read_text(encoding="utf-8")) == [], style
+    pages = [*DOCS.rglob("*.md"), *(ROOT / name for name in theme("hooks").OUTSIDE)]
+    for page in pages:
+        path = page.relative_to(DOCS) if page.is_relative_to(DOCS) else Path(page.name)
+        if path.parts[0] == "api" and path.name != "README.md":
+            continue
+        shown = site / (path.with_name("index.html") if path.name == "README.md" else path.with_suffix(".html"))
+        there, here = Elements(shown).article, as_github_shows(page)
+        assert {tag: there[tag] for tag in SHOWN} == {tag: here[tag] for tag in SHOWN}, path
+
+
+def as_github_shows(page: Path) -> Counter[str]:
+    """Return how many elements of each kind CommonMark with GitHub's tables makes of a page."""
+    count: Counter[str] = Counter()
+    tokens = MarkdownIt("commonmark").enable("table").parse(page.read_text(encoding="utf-8"))
+    for token in [each for block in tokens for each in (block, *(block.children or ()))]:
+        equation = token.type == "fence" and token.info == "math"
+        count["pre"] += token.type in ("fence", "code_block") and not equation
+        count[token.tag] += token.nesting == 1 or token.type == "image"
+    return count

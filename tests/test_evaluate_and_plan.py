@@ -1,4 +1,4 @@
-"""`xcompat evaluate CHECKPOINT --data PHOTOS` finds what its run found; `xcompat plan` says what each way takes."""
+"""`xcompat evaluate` finds on a checkpoint what its run found, on folders what `map` finds; `xcompat plan` counts the costs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import transformers
-from conftest import Run, without_drawings, write_embeds
+from conftest import Run, refuses, without_drawings, write_embeds
 from data_layouts.images import write_classes
 from PIL import Image
 
@@ -22,6 +22,9 @@ from xcompat.report import Report, ReportContent, load_report
 from xcompat.report.planning import Traffic, describe_plan, plan_ways
 from xcompat.report.report import build_report
 from xcompat.report.storage import save_report
+from xcompat.report.wording import verdicts
+from xcompat.training.embedding_folders import choose_evidence
+from xcompat.training.evaluate_command import evaluate_embeddings
 from xcompat.training.recipe import parse_recipe
 from xcompat.training.run import run_recipe
 
@@ -29,6 +32,7 @@ pytestmark = pytest.mark.usefixtures("undrawn")
 TINY = {"model_type": "resnet", "embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic"}
 OWN = {"old/old", "new/old", "new/new"}
 WITH_INDEPENDENT = OWN | {"independent/old", "independent/independent"}
+Judge = Callable[..., Any]
 SIDES = {"train": 6, "test": 3, "more": 4}
 
 
@@ -68,7 +72,7 @@ def trained(photos: dict[str, str], old_folder: str, folder_of: dict[str, str], 
 
 
 @pytest.fixture
-def judge(tmp_path: Path, run_xcompat: Run) -> Callable[..., Any]:
+def judge(tmp_path: Path, run_xcompat: Run) -> Judge:
     """Return a function that evaluates a checkpoint from the command line: its report, or the one line of a refusal."""
 
     def judged(checkpoint: Path, *arguments: object) -> Any:
@@ -92,7 +96,7 @@ def judge(tmp_path: Path, run_xcompat: Run) -> Callable[..., Any]:
     ],
 )
 def test_a_checkpoint_is_judged_as_in_its_run(
-    stage: str, overrides: list[str], labels: set[str], trained: Path, photos: dict[str, str], judge: Callable[..., Any]
+    stage: str, overrides: list[str], labels: set[str], trained: Path, photos: dict[str, str], judge: Judge
 ) -> None:
     found = judge(trained / stage / "model", *overrides, "--data", photos["test"])
     wanted = load_report(trained if stage == "texts" else trained / stage)  # the last stage's report stands at the top
@@ -102,7 +106,7 @@ def test_a_checkpoint_is_judged_as_in_its_run(
     assert found.method == wanted.method and found.notes == wanted.notes
 
 
-def test_an_old_model_that_is_gone(trained: Path, photos: dict[str, str], tmp_path: Path, judge: Callable[..., Any]) -> None:
+def test_old_models_that_are_gone_or_names(trained: Path, photos: dict[str, str], tmp_path: Path, judge: Judge) -> None:
     labelled = [load_labelled(photos[side]) for side in ("train", "test")]
     images = [open_image(record["image"]) for side in labelled for record in side.dataset]
     old = load_embedder(str(trained / "old" / "model"))
@@ -114,6 +118,11 @@ def test_an_old_model_that_is_gone(trained: Path, photos: dict[str, str], tmp_pa
     found = judge(tmp_path / "run" / "model", "--data", photos["test"])
     assert [case.metrics for case in found.cases] == [case.metrics for case in load_report(tmp_path / "run").cases]
     assert "has no embedding of 12 of 12 images" in judge(tmp_path / "run" / "model", "--data", photos["more"])
+    described = describe_old(Fingerprint.from_string("old"), dim=8)
+    ProcrustesModel(ProcrustesConfig(old=described, embedding_dim=16)).export(tmp_path / "map")
+    for more in ((), ("--old", photos["test"])):
+        said = judge(tmp_path / "map", "--data", photos["test"], *more)
+        assert "'old', which is only a name" in said and "evaluate embeddings of both models (--old, --new)" in said
 
 
 @pytest.mark.parametrize(
@@ -129,21 +138,13 @@ def test_an_old_model_that_is_gone(trained: Path, photos: dict[str, str], tmp_pa
     ],
 )
 def test_what_cannot_be_judged_is_refused(
-    arguments: list[str], message: str, trained: Path, photos: dict[str, str], pairs_folder: str, judge: Callable[..., Any]
+    arguments: list[str], message: str, trained: Path, photos: dict[str, str], pairs_folder: str, judge: Judge
 ) -> None:
     places = photos | {"pairs": pairs_folder, "views": str(trained / "views" / "model")}
     assert message in judge(trained / "bct" / "model", *(places.get(word, word) for word in arguments))
 
 
-def test_a_name_is_no_model_to_load(photos: dict[str, str], tmp_path: Path, judge: Callable[..., Any]) -> None:
-    old = describe_old(Fingerprint.from_string("old"), dim=8)
-    ProcrustesModel(ProcrustesConfig(old=old, embedding_dim=16)).export(tmp_path / "map")
-    for more in ((), ("--old", photos["test"])):
-        said = judge(tmp_path / "map", "--data", photos["test"], *more)
-        assert "'old', which is only a name" in said and "evaluate embeddings of both models (--old, --new)" in said
-
-
-def test_other_images_and_captions(trained: Path, pairs_folder: str, photos: dict[str, str], judge: Callable[..., Any]) -> None:
+def test_other_images_and_captions(trained: Path, pairs_folder: str, photos: dict[str, str], judge: Judge) -> None:
     found = judge(trained / "texts" / "model", "--data", pairs_folder)
     assert {case.direction for case in found.cases} == {"image-to-text", "text-to-image"}
     assert "caption" in judge(trained / "texts" / "model", "--data", photos["test"])
@@ -195,7 +196,7 @@ def test_costs_are_those_of_a_calculation_by_hand(report: Report) -> None:
     assert [way.stored_bytes for way in plan.ways] == [index, index, index, index + 350 * (NEW_DIM * 4 + 48), 1000 * NEW_DIM * 4]
 
 
-def test_the_share_of_the_gain_and_what_is_missing_are_said(report: Report) -> None:
+def test_a_plan_says_the_gain_and_what_is_missing(report: Report, run_xcompat: Run, tmp_path: Path) -> None:
     plan = plan_ways(report, Traffic(1000, 10), "map")
     said = " ".join(describe_plan(plan))
     stay, new, *_, backfill = (way.quality for way in plan.ways)
@@ -206,16 +207,85 @@ def test_the_share_of_the_gain_and_what_is_missing_are_said(report: Report) -> N
         "half-way queries (set evaluation.slerp: 0.5 in the recipe), re-rank 5 (add --rerank 20 to `xcompat evaluate`), backfill "
         "(add --new-own FOLDER to `xcompat evaluate`)" in describe_plan(plan_ways(bare, Traffic(10, 0)))[-1]
     )
-
-
-def test_a_plan_from_the_command_line(run_xcompat: Run, report: Report, tmp_path: Path) -> None:
     save_report(tmp_path / "report", report)
     asked = ("plan", tmp_path, "--items", 5_000_000, "--queries-per-day", 20_000)
     image = tmp_path / "plan.png"
-    code, said, _ = run_xcompat(*asked, "--embeds-per-second", 100, "--price", 0.1, "--plot", image)
-    assert code == 0 and "5,000,000 items, 20,000 queries a day" in said and "re-rank 5" in said and "13.9" in said
+    said = run_xcompat.output(*asked, "--embeds-per-second", 100, "--price", 0.1, "--plot", image)
+    assert "5,000,000 items, 20,000 queries a day" in said and "re-rank 5" in said and "13.9" in said
     assert Image.open(image).size[0] > 500
-    code, _, said = run_xcompat(*asked, "--plot", image)
-    assert code == 2 and f"{image} exists" in said
-    code, _, said = run_xcompat(*asked, "--metric", "recall@7")
-    assert code == 2 and "does not measure recall@7; it has cmc@1" in said
+    assert f"{image} exists" in run_xcompat.refusal(*asked, "--plot", image)
+    assert "does not measure recall@7; it has cmc@1" in run_xcompat.refusal(*asked, "--metric", "recall@7")
+
+
+ITEMS, DIM = 120, 8
+IDS = [f"item {row}" for row in range(ITEMS)]
+Sides = Callable[..., tuple[Path, Path]]
+
+
+@pytest.fixture
+def sides(tmp_path: Path) -> Sides:
+    """Return a function that writes folders of an old and a new model, the old one with more noise, into the same space."""
+
+    def write(queries: list[str] | None = None, kind: str = "text", labels: str = "") -> tuple[Path, Path]:
+        draw = np.random.default_rng(0)
+        things = draw.standard_normal((12, DIM))[np.arange(ITEMS) % 12] + 0.3 * draw.standard_normal((ITEMS, DIM))
+        for name, noise in (("old", 0.8), ("new", 0.05)):
+            for each, ids in ((kind, IDS), ("query", queries)):
+                if ids is not None:
+                    rows = things + noise * draw.standard_normal(things.shape)
+                    write_embeds(tmp_path / name, ids, **{each: rows[: len(ids)]})
+        if labels:
+            (tmp_path / labels / "labels.txt").write_text("".join(f"class {row % 12}\n" for row in range(ITEMS)))
+        return tmp_path / "old", tmp_path / "new"
+
+    return write
+
+
+def test_ids_of_queries_name_their_answers(sides: Sides, tmp_path: Path) -> None:
+    old, new = sides(queries=IDS[:50] + IDS[:10])
+    report = evaluate_embeddings(old, new, None, None, tmp_path / "out")
+    cases = {case.label: case for case in report.cases}
+    assert cases["new/old"].n_queries == 60 and cases["new/old"].direction == "text-to-text"
+    queries, texts = (np.load(old / f"{kind}_embeds.npy") for kind in ("query", "text"))
+    queries, texts = (each / np.linalg.norm(each, axis=1, keepdims=True) for each in (queries, texts))
+    scores_QG, answers_Q = queries @ texts.T, [*range(50), *range(10)]
+    ranks_Q = (scores_QG >= scores_QG[range(60), answers_Q][:, None]).sum(1)
+    assert cases["old/old"].metrics["mrr@10"] == pytest.approx(np.where(ranks_Q <= 10, 1 / ranks_Q, 0).mean())
+    assert report.notes[0] == "Evidence: ids of queries, each the id of the text that answers it."
+
+
+@pytest.mark.parametrize(("kind", "labels"), [("text", "old"), ("text", "new"), ("image", "new")])
+def test_classes_may_be_in_either_folder(sides: Sides, tmp_path: Path, kind: str, labels: str) -> None:
+    old, new = sides(kind=kind, labels=labels)
+    report = evaluate_embeddings(old, new, None, None, tmp_path / "out")
+    assert report.notes[0] == f"Evidence: classes in {tmp_path / labels / 'labels.txt'}."
+    (metric, direction) = ("mrr@10", "text-to-text") if kind == "text" else ("cmc@1", "image-to-image")
+    cases = {case.label: case for case in report.cases}
+    assert cases["new/old"].direction == direction and cases["new/old"].metrics[metric] > cases["old/old"].metrics[metric]
+
+
+@pytest.mark.parametrize("kind", ["text", "image"])
+def test_without_evidence_the_agreement_with_the_new_model_is_measured(sides: Sides, tmp_path: Path, kind: str) -> None:
+    old, new = sides(kind=kind, queries=[f"query {row}" for row in range(50)] if kind == "text" else None)
+    report = evaluate_embeddings(old, new, new, None, tmp_path / "out")
+    cases = {case.label: case for case in report.cases}
+    assert cases["new/new"].metrics["recall@10"] == 1.0 and cases["old/old"].metrics["recall@10"] < 0.9
+    assert (cases["old/old"].n_queries, cases["old/old"].n_gallery) == (36, 84)
+    assert {case.direction for case in report.cases} == {f"{kind}-to-{kind}"}
+    assert "Relevant are the 10 items that it finds nearest" in report.notes[0]
+    assert ("The queries are not used, because none has the id of a text" in report.notes[0]) == (kind == "text")
+    assert [verdict.answer for verdict in verdicts(load_report(tmp_path / "out"))] == ["not measured"]
+
+
+def test_refusals_come_before_reading(sides: Sides, tmp_path: Path, run_xcompat: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("xcompat.training.evaluate_command.load_checkpoint", lambda *_: pytest.fail("a model is loaded"))
+    old, new = sides(kind="image")
+    refuses("without classes or texts.*own embeddings .--new-own", choose_evidence, {"old": old, "new_view": new})
+    asked = ("evaluate", "--old", old, "--new", new, "--out", tmp_path / "out")
+    error = run_xcompat.refusal(*asked, "--new-own", new, "--require-compatible")
+    assert "--require-compatible needs classes, captions or judgements" in error
+    error = run_xcompat.refusal("evaluate", "--old", tmp_path / "odl", "--new", new, "--out", tmp_path / "out")
+    assert "odl does not exist; choose embeddings, e.g. a file or a folder" in error
+    (old / "labels.txt").write_text("a\n")
+    assert "labels.txt has 1 lines for 120 images; the counts must be equal" in run_xcompat.refusal(*asked)
+    assert not (tmp_path / "out").exists()

@@ -1,10 +1,11 @@
-"""Every format that holds vectors, read by every command that takes vectors."""
+"""Every format that holds vectors, read by every command that takes vectors, also as queries."""
 
 from __future__ import annotations
 
 import datetime
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from contextlib import closing
@@ -15,12 +16,17 @@ import numpy as np
 import pytest
 import test_vector_formats as formats
 import torch
+from conftest import Run, invoke, refuses, store, write_embeds
 from safetensors.numpy import save_file
+from store_places import solve_map, unit_vectors
+from transformers import AutoModel, pipeline
 
-from xcompat import Fingerprint, XcompatError
+from xcompat import Fingerprint
+from xcompat.core.arrays import normalise_rows
 from xcompat.encoders import EncoderSource
-from xcompat.methods import RidgeModel
-from xcompat.models.config import describe_old
+from xcompat.integrations.haystack import CompatVectorMapper
+from xcompat.integrations.langchain import CompatEmbeddings
+from xcompat.integrations.llamaindex import CompatEmbedding
 from xcompat.models.embedder import load_checkpoint
 from xcompat.report import load_report
 from xcompat.retrieval import Gallery
@@ -29,14 +35,13 @@ from xcompat.training.stored_models import is_stored, load_stored, require_store
 
 COUNT, DIM = 60, 8
 IDS = [f"{row:03}" for row in range(COUNT)]
-Run = Callable[..., tuple[int, str, str]]
+CLIP = Fingerprint.from_string("clip-b32")
 
 
 def _things(noise: float) -> np.ndarray:
     draw = np.random.default_rng(0)
     things = draw.standard_normal((6, DIM))[np.arange(COUNT) % 6] + 0.2 * draw.standard_normal((COUNT, DIM))
-    rows_ND = things + noise * draw.standard_normal(things.shape)
-    return (rows_ND / np.linalg.norm(rows_ND, axis=1, keepdims=True)).astype(np.float32)
+    return normalise_rows(things + noise * draw.standard_normal(things.shape)).astype(np.float32)
 
 
 OLD, NEW = _things(0.5), _things(0.05)
@@ -55,16 +60,8 @@ def _index(here: Path) -> Path:
 
 
 def _gallery(here: Path) -> Path:
-    with Gallery.create(here / "gallery", Fingerprint.from_string("clip-b32"), dim=DIM) as gallery:
-        gallery.add(OLD, IDS)
-        gallery.commit()
+    store(Gallery.create(here / "gallery", CLIP, dim=DIM), OLD, IDS).close()
     return here / "gallery"
-
-
-def _folder(here: Path) -> Path:
-    np.save(here / "image_embeds.npy", OLD)
-    _write_ids(here / "image_ids.txt")
-    return here
 
 
 def _folder_of_tables(here: Path) -> Path:
@@ -100,7 +97,7 @@ PLACES: dict[str, Callable[[Path], Path | str]] = {
     "database": _database,
     "npy": _array,
     "safetensors without ids": _tensors,
-    "folder": _folder,
+    "folder": lambda here: write_embeds(here, IDS, image=OLD),
     "folder of tables": _folder_of_tables,
     **{name: lambda here, name=name: formats.write_format(name, here) for name in formats.FORMATS},
 }
@@ -110,7 +107,6 @@ IDS_BESIDE = ("faiss index", "npy", "safetensors without ids")
 
 @pytest.fixture(params=PLACES)
 def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, str]:
-    """Return a format, and a place in this format with the old embeddings."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     rows = {"ROWS": OLD, "IDS": IDS, "ITEMS": list(zip(IDS, OLD.tolist(), strict=True))}
@@ -120,35 +116,23 @@ def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
     return request.param, str(PLACES[request.param](tmp_path / "stored"))
 
 
-def test_evaluate_reads_it(place: tuple[str, str], tmp_path: Path, run_xcompat: Run) -> None:
+def test_every_command_reads_it(place: tuple[str, str], tmp_path: Path, run_xcompat: Run) -> None:
     form, old = place
-    (tmp_path / "new").mkdir()
-    np.save(tmp_path / "new" / "image_embeds.npy", NEW)
-    _write_ids(tmp_path / "new" / "image_ids.txt")
+    write_embeds(tmp_path / "new", IDS, image=NEW)
     (tmp_path / "labels.txt").write_text("".join(f"class {row % 6}\n" for row in range(COUNT)))
     ids = ("--ids", "stored/a.ids.txt") if form in IDS_BESIDE else ()
-    code, _, err = run_xcompat("evaluate", "--old", old, "--new", "new", "--labels", "labels.txt", *ids, "--out", "report")
-    assert code == 0, err
+    run_xcompat.output("evaluate", "--old", old, "--new", "new", "--labels", "labels.txt", *ids, "--out", "report")
     cases = {case.label: case for case in load_report(tmp_path / "report").cases}
     assert cases["new/old"].metrics["cmc@1"] > cases["old/old"].metrics["cmc@1"] > 0.3
-
-
-def test_a_recipe_reads_it_as_the_old_model(place: tuple[str, str]) -> None:
-    _, old = place
     assert is_stored(old) and require_stored(old)
     model = load_stored(EncoderSource(name=old).name)
     np.testing.assert_allclose(model.lookup(IDS[::-1])[:], OLD[::-1], atol=1e-3)
-
-
-def test_a_gallery_is_built_from_it(place: tuple[str, str], tmp_path: Path, run_xcompat: Run) -> None:
-    form, source = place
-    ids = ("--ids", "stored/a.ids.txt") if form in IDS_BESIDE[1:] else ()
+    ids = ids if form in IDS_BESIDE[1:] else ()
     chosen = {"CSV of a cookbook": ("--vector-name", "embedding"), "compressed TSV": ("--vector-name", "vector")}.get(form, ())
-    command = ("gallery", "build", source, "--model", "clip-b32", "--out", "built", *ids, *chosen)
-    code, out, err = run_xcompat(*command)
-    assert code == 0 and "60 vectors of clip-b32" in out, out + err
+    out = run_xcompat.output("gallery", "build", old, "--model", "clip-b32", "--out", "built", *ids, *chosen)
+    assert "60 vectors of clip-b32" in out
     with Gallery.open("built") as gallery:
-        hits = gallery.search(OLD[[7, 31]], Fingerprint.from_string("clip-b32"), top_k=1)
+        hits = gallery.search(OLD[[7, 31]], CLIP, top_k=1)
         assert len(gallery) == COUNT and [each[0].id for each in hits] == [IDS[7], IDS[31]]
 
 
@@ -194,7 +178,7 @@ def test_a_gallery_of_vectors_continues_and_refuses_what_does_not_fit(tmp_path: 
     assert "40 vectors of clip-b32" in (line := said(source, "--vector-name", "other", *command))
     assert "20 were there already" in line
     with Gallery.open(tmp_path / "gallery") as gallery:
-        assert gallery.search(NEW[[50]], Fingerprint.from_string("clip-b32"), top_k=1)[0][0].id == IDS[50]
+        assert gallery.search(NEW[[50]], CLIP, top_k=1)[0][0].id == IDS[50]
     assert "no single model could search embeddings of other-model" in said(part, *command, "--model", "other-model")
     assert "no such name in" in (line := said(part, "--vector-name", "othr", *command)) and "did you mean 'other'?" in line
     assert "holds vectors: remove --dtype, --side-info and the options of images and texts" in said(part, "--words", 5, *command)
@@ -207,13 +191,8 @@ def test_a_gallery_of_vectors_continues_and_refuses_what_does_not_fit(tmp_path: 
 
 @pytest.fixture(scope="module")
 def upward(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Save a map of stored vectors into another space."""
-    draw = torch.Generator().manual_seed(0)
-    old, new = (torch.nn.functional.normalize(torch.randn(300, dim, generator=draw), dim=1) for dim in (DIM, 12))
-    described = describe_old(Fingerprint.from_string("clip-b32"), DIM)
-    config = RidgeModel.config_class(old=described, embedding_dim=12, direction="old_to_new")
     folder = tmp_path_factory.mktemp("map") / "map"
-    RidgeModel(config).fit([(new, old)]).eval().save_pretrained(folder)
+    solve_map(unit_vectors(300, DIM), unit_vectors(300, 12), CLIP).save_pretrained(folder)
     return str(folder)
 
 
@@ -221,64 +200,54 @@ def test_embed_maps_it(place: tuple[str, str], upward: str, run_xcompat: Run) ->
     form, source = place
     chosen = {"CSV of a cookbook": ("--column", "embedding"), "compressed TSV": ("--column", "vector")}.get(form, ())
     command = ("embed", source, "--model", upward, "--out", "mapped", *chosen)
-    code, out, err = run_xcompat(*command)
-    assert code == 0 and "holds 60 embeddings" in out, out + err
+    assert "holds 60 embeddings" in run_xcompat.output(*command)
     made = formats.pq.read_table("mapped")
     assert made["id"].to_pylist() == IDS
     mapped = Mapping(load_checkpoint(upward))(OLD)
     np.testing.assert_allclose(np.stack(made["embedding"].to_numpy()), mapped, atol=2e-3)
-    code, out, err = run_xcompat(*command)
-    assert code == 0 and "nothing to do" in out, out + err
+    assert "nothing to do" in run_xcompat.output(*command)
 
 
-def test_embed_refuses_what_has_two_readings_or_has_changed(
-    tmp_path: Path, upward: str, run_xcompat: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_embed_refuses_ambiguous_sources(tmp_path: Path, upward: str, run_xcompat: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     rows = {"ROWS": OLD, "IDS": IDS}
     for name, value in rows.items():
         monkeypatch.setattr(formats, name, value)
     source = formats.write_format("CSV of a cookbook", tmp_path)
     command = ("embed", source, "--model", upward, "--out", "mapped")
-    assert "has vectors, and texts or images; choose one with --column" in run_xcompat(*command)[2]
-    assert run_xcompat(*command, "--column", "embedding")[0] == 0
+    assert "has vectors, and texts or images; choose one with --column" in run_xcompat.refusal(*command)
+    run_xcompat.output(*command, "--column", "embedding")
     os.utime(source, (1, 1))
-    assert "has changed since mapped was started" in run_xcompat(*command, "--column", "embedding")[2]
+    assert "has changed since mapped was started" in run_xcompat.refusal(*command, "--column", "embedding")
     np.save(tmp_path / "a.npy", OLD)
-    assert "a.npy has no ids; write the id of each vector" in run_xcompat("embed", "a.npy", *command[2:4], "--out", "new")[2]
+    assert "a.npy has no ids; write the id of" in run_xcompat.refusal("embed", "a.npy", "--model", upward, "--out", "new")
 
 
 def test_embed_reads_texts_of_every_format(tmp_path: Path, old_folder: str, run_xcompat: Run) -> None:
     texts, made = [f"a text of {name}" for name in IDS[:5]], []
     lines = "".join(f'{{"_id": "{name}", "text": "{text}"}}\n' for name, text in zip(IDS, texts, strict=False))
     (tmp_path / "a.jsonl").write_text(lines)
-    (tmp_path / "a.csv").write_text(
-        "doc_id,passage\n" + "".join(f"{name},{text}\n" for name, text in zip(IDS, texts, strict=False))
-    )
+    (tmp_path / "a.csv").write_text("\n".join(["doc_id,passage", *map(",".join, zip(IDS, texts, strict=False))]))
     (tmp_path / "a.txt").write_text("".join(f"{text}\n" for text in texts))
     formats.datasets.Dataset.from_dict({"id": IDS[:5], "text": texts}).save_to_disk(tmp_path / "saved")
     for name in ("a.jsonl", "a.csv", "a.txt", "saved"):
         out = tmp_path / f"out-{name}"
-        code, told, err = run_xcompat("embed", tmp_path / name, "--model", old_folder, "--out", out)
-        assert code == 0 and "5 embeddings of" in told, told + err
+        assert "5 embeddings of" in run_xcompat.output("embed", tmp_path / name, "--model", old_folder, "--out", out)
         made.append(np.load(out / "text_embeds.npy"))
         assert (out / "text_ids.txt").read_text().split() == (IDS[:5] if name != "a.txt" else list("01234"))
     assert all(np.array_equal(each, made[0]) for each in made)
-    code, _, err = run_xcompat("embed", tmp_path / "a.csv", "--model", old_folder, "--out", tmp_path / "x", "--dtype", "float16")
-    assert code == 2 and "--dtype works with tables, but" in err and "is a file of images or texts" in err
+    typed = ("embed", tmp_path / "a.csv", "--model", old_folder, "--out", tmp_path / "x", "--dtype", "float16")
+    assert re.search("--dtype works with tables, but .* is a file of images or texts", run_xcompat.refusal(*typed))
 
 
 def test_rows_of_an_old_model_need_ids(tmp_path: Path) -> None:
     np.save(tmp_path / "a.npy", OLD)
     formats.pq.write_table(formats.pa.table({"embedding": list(OLD)}), tmp_path / "b.parquet")
-    with pytest.raises(XcompatError, match="a.npy has no ids; write the id of each vector to a.ids.txt beside it"):
-        require_stored(str(tmp_path / "a.npy"))
-    with pytest.raises(XcompatError, match="b.parquet has no ids; write the id of each vector to b.ids.txt beside it"):
-        load_stored(str(tmp_path / "b.parquet"))
+    refuses("a.npy has no ids; write the id of each", require_stored, str(tmp_path / "a.npy"))
+    refuses("b.parquet has no ids; write the id of each vector to b.ids.txt beside it", load_stored, str(tmp_path / "b.parquet"))
     _write_ids(tmp_path / "b.ids.txt")
     assert load_stored(str(tmp_path / "b.parquet")).ids == IDS
-    with pytest.raises(XcompatError, match="sqlit is not a kind of store; did you mean 'sqlite'"):
-        require_stored("sqlit:///shop.db?table=items")
+    refuses("sqlit is not a kind of store; did you mean 'sqlite'", require_stored, "sqlit:///shop.db?table=items")
     (tmp_path / "model").mkdir()
     for name in ("config.json", "examples.jsonl"):
         (tmp_path / "model" / name).write_text("{}")
@@ -300,13 +269,9 @@ def test_sides_of_an_evaluation_both_have_ids_or_are_in_the_same_order(tmp_path:
     agreement = load_report(tmp_path / "report").cases[0].metrics
     assert evaluated("old.npy", "new.npz", "--ids", tmp_path / "ids.txt") == ""
     assert load_report(tmp_path / "report").cases[0].metrics == agreement
-    assert "new.npz has ids, but the old side has none; give both ids (--ids for the old side), or neither" in evaluated(
-        "old.npy", "new.npz"
-    )
+    assert "new.npz has ids, but the old side has none; give both ids (--ids for the old" in evaluated("old.npy", "new.npz")
     assert "new.npy has no ids, but the old side has ids" in evaluated("old.npz", "new.npy")
-    assert "short.npy has 59 rows, but the old side 60; rows without ids must be the same items" in evaluated(
-        "old.npy", "short.npy"
-    )
+    assert "short.npy has 59 rows, but the old side 60; rows without ids must be the" in evaluated("old.npy", "short.npy")
     assert "old.npz has ids of its own; remove --ids" in evaluated("old.npz", "new.npz", "--ids", tmp_path / "ids.txt")
     (tmp_path / "qrels.tsv").write_text("000\t001\t1\n")
     judged = evaluated("old.npz", "new.npz", "--qrels", tmp_path / "qrels.tsv")
@@ -321,19 +286,129 @@ def test_items_without_a_class_are_left_out_of_an_evaluation(tmp_path: Path, run
     lines = [f"{name},class {row % 6}" for row, name in enumerate(IDS[:-6])]
     (tmp_path / "labels.csv").write_text("\n".join(["id,label", *lines]))
     sides = ("--old", tmp_path / "old.npz", "--new", tmp_path / "new.npz", "--labels", tmp_path / "labels.csv")
-    code, _, err = run_xcompat("evaluate", *sides, "--out", tmp_path / "report")
-    assert code == 0, err
+    run_xcompat.output("evaluate", *sides, "--out", tmp_path / "report")
     report = load_report(tmp_path / "report")
     assert {case.n_queries for case in report.cases} == {COUNT - 6} and report.notes[0].startswith("Evidence: classes in")
 
 
 def test_info_shows_the_vectors_of_a_database(tmp_path: Path, run_xcompat: Run) -> None:
     address = _database(tmp_path)
-    code, out, err = run_xcompat("gallery", "info", address, "--json")
-    found = json.loads(out)
-    assert code == 0 and (found["items"], found["metric"]) == (COUNT, "cosine"), err
+    found = json.loads(run_xcompat.output("gallery", "info", address, "--json"))
+    assert (found["items"], found["metric"]) == (COUNT, "cosine")
     assert [(each["dim"], each["model"], each["searched"]) for each in found["vectors"]] == [(DIM, None, True)]
-    code, out, _ = run_xcompat("gallery", "info", address)
-    assert code == 0 and "60 items" in out and "unknown" in out
-    code, _, err = run_xcompat("gallery", "info", address, "--model", "clip-b32")
-    assert code == 2 and "--model does not work with vector stores; use `xcompat gallery doctor`" in err
+    out = run_xcompat.output("gallery", "info", address)
+    assert "60 items" in out and "unknown" in out
+    error = run_xcompat.refusal("gallery", "info", address, "--model", "clip-b32")
+    assert "--model does not work with vector stores; use `xcompat gallery doctor`" in error
+
+
+NEW_DIM, OLD_DIM, ITEMS, QUERIES = 12, 8, 80, 5
+ASKED = [f"q{row}" for row in range(QUERIES)]
+NEW_ROWS = unit_vectors(ITEMS, NEW_DIM, 0)
+OLD_ROWS = normalise_rows(NEW_ROWS @ unit_vectors(NEW_DIM, OLD_DIM, 1))
+
+
+@pytest.fixture(scope="module")
+def map_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    solve_map(OLD_ROWS, NEW_ROWS, CLIP, "new_to_old").save_pretrained(folder := tmp_path_factory.mktemp("run") / "model")
+    return str(folder)
+
+
+@pytest.fixture
+def gallery(tmp_path: Path) -> Path:
+    store(Gallery.create(tmp_path / "gallery", CLIP, dim=OLD_DIM), OLD_ROWS, [str(row) for row in range(ITEMS)]).close()
+    return tmp_path / "gallery"
+
+
+def write_table(here: Path, name: str, **more: list[str]) -> Path:
+    here.mkdir(exist_ok=True)
+    table = {"id": ASKED, "embedding": NEW_ROWS[:QUERIES].tolist()} | more
+    if name.endswith(".parquet"):
+        formats.pq.write_table(formats.pa.table(table), here / name)
+    else:
+        rows = (dict(zip(table, row, strict=True)) for row in zip(*table.values(), strict=True))
+        (here / name).write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return here / name
+
+
+def write_array(here: Path) -> Path:
+    np.save(here / "q.npy", NEW_ROWS[:QUERIES])
+    (here / "q_ids.txt").write_text("\n".join(ASKED))
+    return here / "q.npy"
+
+
+SOURCES: dict[str, Callable[[Path], Path]] = {
+    "array": write_array,
+    "parquet": lambda here: write_table(here, "q.parquet"),
+    "json lines": lambda here: write_table(here, "q.jsonl"),
+    "folder of tables": lambda here: write_table(here / "shards", "0.parquet").parent,
+    "query folder": lambda here: write_embeds(here / "asked", ASKED, query=NEW_ROWS[:QUERIES]),
+    "text folder": lambda here: write_embeds(here / "asked", ASKED, text=NEW_ROWS[:QUERIES]),
+    "beside texts": lambda here: write_table(here, "q.parquet", text=["a"] * QUERIES),
+}
+
+
+def search(place: str | Path, queries: Path, model: str, *more: str) -> list[dict]:
+    found = invoke("gallery", "search", place, "--queries", queries, "--model", model, "--top-k", 2, "--json", *more)
+    return [json.loads(line) for line in found.splitlines()]
+
+
+@pytest.mark.parametrize("form", SOURCES)
+def test_a_map_of_embeddings_takes_embeddings(form: str, gallery: Path, map_folder: str, tmp_path: Path) -> None:
+    found = search(gallery, SOURCES[form](tmp_path), map_folder)
+    assert [each["query"] for each in found] == ASKED
+    assert [each["hits"][0]["id"] for each in found] == [str(row) for row in range(QUERIES)]
+
+
+def test_a_run_folder_and_a_store_take_them_too(gallery: Path, map_folder: str, tmp_path: Path) -> None:
+    queries = write_array(tmp_path)
+    expected = search(gallery, queries, map_folder)
+    assert search(gallery, queries, str(Path(map_folder).parent)) == expected
+    assert search(f"file://{gallery}", queries, map_folder) == expected
+    np.save(tmp_path / "old.npy", OLD_ROWS[:3])
+    named = search(gallery, tmp_path / "old.npy", CLIP.name)  # the gallery knows the name
+    assert [each["hits"][0]["id"] for each in named] == ["0", "1", "2"]
+
+
+def test_bad_queries_are_left_out(gallery: Path, map_folder: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    rows = NEW_ROWS[:20].copy()
+    rows[3], rows[4] = np.nan, 0
+    rows[5] *= np.float32(1e-22)
+    np.save(tmp_path / "q.npy", rows)
+    found = search(gallery, tmp_path / "q.npy", map_folder)
+    assert [each["query"] for each in found] == [str(row) for row in range(20) if row not in (3, 4)]
+    assert [each["hits"][0]["id"] for each in found] == [each["query"] for each in found]
+    assert "2 of 20 rows" in caplog.text and "row 3 has no embedding; row 4 holds only zeros" in caplog.text
+    refuses("2 of 20 rows .* more than the share 0", search, gallery, tmp_path / "q.npy", map_folder, "--max-bad-share", "0")
+
+
+def test_what_is_no_query_is_refused(gallery: Path, map_folder: str, tmp_path: Path) -> None:
+    np.save(tmp_path / "q.npy", OLD_ROWS[:3])
+    said = r"q.npy has 8 dimensions, and the model takes 12: .* the new model that .* fitted on "
+    said += r"\(clip-b32 has 8: .* --model clip-b32\)"
+    refuses(said, search, gallery, tmp_path / "q.npy", map_folder)
+    queries = write_array(tmp_path)
+    refuses("--embed-with .*q.npy holds embeddings", search, gallery, queries, map_folder, "--embed-with", "os:getcwd")
+    (tmp_path / "q_ids.txt").write_text("a\n")
+    refuses("q_ids.txt has 1 lines, but q.npy has 5 rows", search, gallery, queries, map_folder)
+
+
+def test_pipelines_and_frameworks_take_vectors(gallery: Path, map_folder: str) -> None:
+    find = pipeline("compatible-retrieval", model=map_folder, gallery=str(gallery))
+    for one in (NEW_ROWS[2], torch.from_numpy(NEW_ROWS[2]), NEW_ROWS[2].tolist(), NEW_ROWS[2] * 1e-22):
+        assert find(one, top_k=1)[0].id == "2"
+    for many in (NEW_ROWS[:3], torch.from_numpy(NEW_ROWS[:3]), list(NEW_ROWS[:3])):
+        assert [hits[0].id for hits in find(many, top_k=1, batch_size=2)] == ["0", "1", "2"]
+    refuses("a query has 8 dimensions, and the model takes 12", find, OLD_ROWS[0])
+    refuses("fitted on embeddings only", find, "a red shoe")
+    expected = AutoModel.from_pretrained(map_folder).to_space(torch.from_numpy(NEW_ROWS[:1]))[0].tolist()
+    asked = (NEW_ROWS[0] * 3).tolist()
+    found = {
+        "langchain": CompatEmbeddings(map_folder).map_vector(asked),
+        "llamaindex": CompatEmbedding(map_folder).map_vector(asked),
+        "haystack": CompatVectorMapper(map_folder).run(embedding=asked)["embedding"],
+    }
+    for vector in found.values():
+        np.testing.assert_allclose(vector, expected, atol=1e-6)
+    refuses("has 8 dimensions, and the model takes 12", CompatEmbeddings(map_folder).map_vector, OLD_ROWS[0].tolist())
+    refuses("map_vector", CompatEmbeddings(map_folder).embed_query, "a red shoe")
