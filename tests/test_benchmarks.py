@@ -17,20 +17,22 @@ import pytest
 import torch
 import warm
 import yaml
-from conftest import unit, write_photos
+from conftest import recipe_of, refuses, unit, write_photos
 
 from xcompat import Fingerprint
 from xcompat.core import progress, provenance
-from xcompat.core.errors import XcompatError
 from xcompat.core.metric_names import metric_name
+from xcompat.mapping import PairedEmbeddings
+from xcompat.models import describe_old
 from xcompat.report import load_report
 from xcompat.training.compare import compare_recipe
 from xcompat.training.evaluate_command import evaluate_embeddings
-from xcompat.training.recipe import Recipe, load_recipe, parse_recipe
+from xcompat.training.recipe import load_recipe
 from xcompat.training.run import run_recipe
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = ROOT / "benchmarks" / "speed"
+OLD = describe_old(Fingerprint.from_string("old"), 4)
 TOYS = {
     "ranking": {"items": 120, "classes": 5, "dim": 8, "rounds": 1},
     "recall": {"images": 60, "captions": 2, "dim": 8, "share": 4, "rounds": 1},
@@ -56,7 +58,7 @@ def benchmark(monkeypatch: pytest.MonkeyPatch) -> Any:
     return importlib.import_module
 
 
-def test_a_row_says_whether_its_bound_holds(benchmark: Any) -> None:
+def test_rows_judge_bounds_and_sides_take_turns(benchmark: Any) -> None:
     measuring = benchmark("measuring")
     assert [measuring.Row("a", "b", ratio, ">= 4").holds for ratio in (4.0, 3.9, None)] == [True, False, None]
     assert [measuring.Row("a", "b", ratio, "<= 0.5").holds for ratio in (0.5, 0.6)] == [True, False]
@@ -65,9 +67,6 @@ def test_a_row_says_whether_its_bound_holds(benchmark: Any) -> None:
     assert measuring.timed("a", "b", ">= 2", ours=1, theirs=3).ratio == 3
     assert measuring.timed("a", "b", "<= 2", ours=1, theirs=4).ratio == 0.25
     assert measuring.not_installed("a", "b", ">= 2", "peer").cells()[2:] == ["", ">= 2", "not run: pip install peer"]
-
-
-def test_sides_take_turns(benchmark: Any) -> None:
     turns: list[str] = []
     took = benchmark("measuring").medians({name: lambda name=name: turns.append(name) for name in ("ours", "theirs")}, rounds=3)
     assert turns == ["ours", "theirs", "theirs", "ours", "ours", "theirs"]
@@ -95,9 +94,7 @@ def test_both_sides_agree(name: str, benchmark: Any, tmp_path: Path, monkeypatch
     assert all(row.ratio is None or row.ratio > 0 for row in rows)
 
 
-def test_lines_study_finds_a_planted_rotation(
-    benchmark: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_planted_rotation_is_found(benchmark: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     lines, draw = benchmark("lines"), np.random.default_rng(0)
     classes_N = np.repeat(np.arange(12), 12)
     old_Nd = draw.normal(size=(12, 8))[classes_N] + draw.normal(size=(144, 8))
@@ -133,24 +130,15 @@ def test_expected_first_hits_are_the_mean_over_all_galleries(benchmark: Any) -> 
     assert set(hits) <= {0.0, 1.0} and hits[4] == 0, "the first hit of the whole gallery"
 
 
-def test_mean_drift_undoes_a_shift(benchmark: Any) -> None:
-    from xcompat.mapping import PairedEmbeddings
-    from xcompat.models import describe_old
-
+def test_solvers_of_the_lines_study(benchmark: Any) -> None:
     lines, old_Nd = benchmark("lines"), unit(20, 4).numpy()
     shift_d = np.array([0.3, -0.1, 0.2, 0.0], np.float32)
-    model = lines.solve_drift(PairedEmbeddings(old_Nd + shift_d, old_Nd), describe_old(Fingerprint.from_string("old"), 4))
+    model = lines.solve_drift(PairedEmbeddings(old_Nd + shift_d, old_Nd), OLD)
     np.testing.assert_allclose(model.to_space(torch.from_numpy(old_Nd + shift_d)).numpy(), old_Nd, atol=1e-6)
-
-
-def test_mutual_information_is_a_block_of_the_joint_precision(benchmark: Any) -> None:
-    from xcompat.mapping import PairedEmbeddings
-    from xcompat.models import describe_old
-
-    lines, draw = benchmark("lines"), np.random.default_rng(0)
+    draw = np.random.default_rng(0)
     new_ND = draw.normal(size=(300, 6)).astype(np.float32)
     old_Nd = (new_ND[:, :4] + draw.normal(size=(300, 4))).astype(np.float32)
-    model = lines.solve_information(PairedEmbeddings(new_ND, old_Nd), describe_old(Fingerprint.from_string("old"), 4))
+    model = lines.solve_information(PairedEmbeddings(new_ND, old_Nd), OLD)
     both_NM = np.hstack([new_ND, old_Nd]).astype(np.float64)
     joint_MM = both_NM.T @ both_NM / 300
     for rows in (range(6), range(6, 10)):
@@ -158,16 +146,13 @@ def test_mutual_information_is_a_block_of_the_joint_precision(benchmark: Any) ->
     np.testing.assert_allclose(model.weight.numpy(), -np.linalg.inv(joint_MM)[:6, 6:], rtol=1e-4, atol=1e-6)
 
 
-def test_a_script_prints_and_keeps_its_rows(tmp_path: Path) -> None:
+def test_scripts_print_and_keep_their_rows(tmp_path: Path) -> None:
     options = [word for key, value in TOYS["ranking"].items() for word in (f"--{key}", str(value))]
     done = warm.run(SCRIPTS / "ranking.py", *options, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     kept = json.loads((tmp_path / "runs/bench/ranking.json").read_text())
     assert [row["bound"] for row in kept] == [">= 15", ">= 4", "<= 6"]
     assert "argsort" in done.stdout
-
-
-def test_the_script_for_faiss_on_gpus_runs_at_toy_size(tmp_path: Path) -> None:
     script = ROOT / "benchmarks" / "gpu" / "faiss_index.py"
     sizes = {"items": "20000", "dim": "8", "queries": "4", "index": "IVF64,Flat", "rounds": "1"}
     done = warm.run(script, *(f"--{name}={value}" for name, value in sizes.items()), folder=tmp_path)
@@ -253,9 +238,7 @@ def test_without_a_gpu_the_script_for_gpus_says_so_in_one_line(tmp_path: Path) -
     assert not list(tmp_path.iterdir())
 
 
-def test_each_line_of_a_gpu_is_written_when_it_is_measured(
-    throughput: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_gpu_line_is_written_when_measured(throughput: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page, figure, part = tmp_path / "gpu.md", throughput.Figure, throughput.Part
     page.write_text("a\n<!-- gpu -->\n<!-- /gpu -->\nb\n")
 
@@ -281,14 +264,17 @@ def test_each_line_of_a_gpu_is_written_when_it_is_measured(
     assert "| first | 2 |" in page.read_text() and "under way or stopped" in page.read_text()
 
 
-def test_on_a_gpu_the_pair_stage_is_launched_with_the_projects_fsdp_config(throughput: Any, benchmark: Any) -> None:
-    import torch
-
+def test_fsdp_is_launched_and_leaves_no_process(throughput: Any, benchmark: Any, tmp_path: Path) -> None:
     parts = benchmark("training_parts")
     command = parts.launch_command(throughput.FULL, torch.device("cuda"), Path("out.json"))
     config = Path(command[command.index("--config_file") + 1])
     assert config == ROOT / "accelerate_configs" / "fsdp2.yaml" and config.exists()
     assert command[command.index("--num_processes") + 1] == "1" and command[-2:] == [parts.__file__, "out.json"]
+    assert parts.run_within([sys.executable, "-c", LAUNCHER, str(tmp_path / "pid")], 2) is None
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)
+    done = parts.run_within([sys.executable, "-c", "print('done'); raise SystemExit(3)"], 60)
+    assert (done.returncode, done.stdout, done.stderr) == (3, "done\n", "")
 
 
 LAUNCHER = """
@@ -301,15 +287,6 @@ signal.signal(signal.SIGTERM, stop)
 pathlib.Path(sys.argv[1]).write_text(str(worker.pid))
 time.sleep(600)
 """
-
-
-def test_a_launcher_that_takes_too_long_leaves_no_process_on_the_gpu(throughput: Any, benchmark: Any, tmp_path: Path) -> None:
-    parts = benchmark("training_parts")
-    assert parts.run_within([sys.executable, "-c", LAUNCHER, str(tmp_path / "pid")], 2) is None
-    with pytest.raises(ProcessLookupError):
-        os.kill(int((tmp_path / "pid").read_text()), 0)
-    done = parts.run_within([sys.executable, "-c", "print('done'); raise SystemExit(3)"], 60)
-    assert (done.returncode, done.stdout, done.stderr) == (3, "done\n", "")
 
 
 def test_the_table_of_large_numbers_is_what_the_script_prints() -> None:
@@ -339,10 +316,6 @@ def protocol(tmp_path: Path, data: dict[str, Any], old: str, new: str) -> dict[s
 def pairs(tmp_path: Path, folder_of: dict[str, str], old_folder: str, pairs_folder: str, texts_file: str) -> dict[str, Any]:
     data = {"texts": [{"path": texts_file}], "test": {"path": pairs_folder}}
     return protocol(tmp_path, data, old_folder, folder_of["clip"])
-
-
-def recipe_of(raw: dict[str, Any]) -> Recipe:
-    return parse_recipe(raw, "pairs", "pairs.yaml")
 
 
 def test_embeddings_alone_are_a_row(
@@ -390,13 +363,8 @@ def read_cells(printed: str) -> dict[tuple[str, str, str], str]:
     return cells
 
 
-def test_the_study_of_trained_models_prints_the_cells_of_their_reports(
-    pairs: dict[str, Any],
-    tmp_path: Path,
-    image_folder_of: dict[str, str],
-    benchmark: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+def test_the_study_of_trained_models_prints_their_cells(
+    pairs: dict[str, Any], tmp_path: Path, image_folder_of: dict[str, str], benchmark: Any, monkeypatch: Any, capsys: Any
 ) -> None:
     study, half = benchmark("reranking_trained"), {"scenario": "open-class", "fraction": 0.5}
     for number, file in enumerate(sorted(write_photos(tmp_path / "all", 36).iterdir())):
@@ -431,9 +399,7 @@ def test_the_study_of_trained_models_prints_the_cells_of_their_reports(
     assert compared == len(ways) * (1 + 1 + 3 + 3), "captions in both directions; photos, also in the whole gallery"
 
 
-def test_the_old_gallery_of_images_and_of_texts(
-    tmp_path: Path, image_folder_of: dict[str, str], folder_of: dict[str, str], pairs_folder: str
-) -> None:
+def test_old_galleries(tmp_path: Path, image_folder_of: dict[str, str], folder_of: dict[str, str], pairs_folder: str) -> None:
     import entry
 
     photos = {"path": pairs_folder, "label_column": "caption"}
@@ -445,8 +411,7 @@ def test_the_old_gallery_of_images_and_of_texts(
     count = len((tmp_path / "images" / "labels.txt").read_text().splitlines())
     assert np.load(tmp_path / "images" / "image_embeds.npy").shape == (count, 16)
     raw["data"]["gallery"] = {**photos, "limit": 3}
-    with pytest.raises(XcompatError, match="its queries are other images than its gallery"):
-        entry.old_gallery(recipe_of(raw), tmp_path / "others")
+    refuses("its queries are other images than its gallery", entry.old_gallery, recipe_of(raw), tmp_path / "others")
     assert not (tmp_path / "others").exists()
 
     for name in ("queries", "passages"):
@@ -454,10 +419,7 @@ def test_the_old_gallery_of_images_and_of_texts(
         (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
     (tmp_path / "qrels.tsv").write_text("query-id\tcorpus-id\tscore\nq0\tp0\t1\nq1\tp1\t1\n")
     judged = {name: {"path": str(tmp_path / f"{name}.jsonl")} for name in ("queries", "passages")}
-    data = {
-        "texts": [{"path": str(tmp_path / "passages.jsonl")}],
-        "judged_texts": {**judged, "qrels": str(tmp_path / "qrels.tsv")},
-    }
+    data = {"texts": [judged["passages"]], "judged_texts": {**judged, "qrels": str(tmp_path / "qrels.tsv")}}
     raw = protocol(tmp_path, data, folder_of["clip"], folder_of["clip"])
     entry.old_gallery(recipe_of(raw), tmp_path / "texts")
     assert np.load(tmp_path / "texts" / "query_embeds.npy").shape == (4, 16)

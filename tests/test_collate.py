@@ -12,23 +12,14 @@ import datasets
 import numpy as np
 import pytest
 import torch
+from conftest import refuses
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 from torch.utils.data import BatchSampler, DataLoader
 
-from xcompat.core.errors import XcompatError
-from xcompat.data import (
-    Augmentation,
-    BadSamples,
-    EmbeddingPairDataset,
-    PairCollator,
-    PairDataset,
-    collate_embeddings,
-    flatten_captions,
-    iterate_images,
-    stream_pairs,
-)
+from xcompat import data
+from xcompat.data import Augmentation, BadSamples, EmbeddingPairDataset, PairCollator, PairDataset, flatten_captions
 
 
 class StubProcessor:
@@ -73,7 +64,7 @@ def make(n: int = 6, broken: Sequence[int] = (), several: bool = False) -> datas
     return datasets.Dataset.from_dict(columns, features=features)
 
 
-def test_captions_are_decided_by_seed_epoch_and_index() -> None:
+def test_draws_are_decided_by_seed_epoch_and_sample() -> None:
     dataset = make(several=True)
 
     def draw(seed: int, epoch: int) -> str:
@@ -84,9 +75,17 @@ def test_captions_are_decided_by_seed_epoch_and_index() -> None:
     assert draw(0, 0) == draw(0, 0)
     assert len({draw(seed, epoch) for seed in range(3) for epoch in range(3)}) > 6
     assert set(draw(0, 0) + draw(0, 1) + draw(0, 2)) == {"x", "y"}
+    dataset, collate = make(160), PairCollator(StubProcessor(), Augmentation())  # type: ignore[arg-type]
+    torch.manual_seed(5)
+    before = torch.random.get_rng_state()
+    one = collate(PairDataset(dataset, seed=1).__getitems__([90, 150]))["pixel_values"]
+    assert torch.equal(torch.random.get_rng_state(), before)
+    torch.manual_seed(6)
+    assert torch.equal(collate(PairDataset(dataset, seed=1).__getitems__([150, 90]))["pixel_values"].flip(0), one)
+    assert not torch.equal(collate(PairDataset(dataset, seed=2).__getitems__([90, 150]))["pixel_values"], one)
 
 
-def test_unreadable_images_are_replaced_with_everything_that_belongs_to_them(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unreadable_images_are_replaced_or_left_out(capsys: pytest.CaptureFixture[str]) -> None:
     extra = {"old_embeds": np.arange(6, dtype=np.float32)[:, None]}
     bad = BadSamples(max_share=0.5, total=6)
     pairs = PairDataset(make(broken=[1, 2, 5]), image_extra=extra, bad=bad)
@@ -100,35 +99,25 @@ def test_unreadable_images_are_replaced_with_everything_that_belongs_to_them(cap
     bad = BadSamples(max_share=0.5, total=6)
     assert [item["caption"] for item in PairDataset(captions, bad=bad).__getitems__([1, 3])] == ["c", "e"]
     assert bad.reasons == {"id1": "it has no caption", "id3": "it has no caption"}
-
-
-def test_what_cannot_be_paired_stops_by_name() -> None:
-    pairs = PairDataset(make(broken=[1]))
-    with pytest.raises(XcompatError, match=r"1 of 6 samples cannot be used.*id1"):
-        pairs[1]
-    with pytest.raises(XcompatError, match="none of 2 samples"):
-        PairDataset(make(2, broken=[0, 1]), bad=BadSamples(max_share=1, total=2))[0]
-    stream = make(150, broken=range(2, 150, 3)).cast_column("image", datasets.Image(decode=False)).to_iterable_dataset()
-    with pytest.raises(XcompatError, match="samples cannot be used.*id2"):
-        list(stream_pairs(stream))
-    with pytest.raises(XcompatError, match="old_embeds has 5 rows, the data set 6"):
-        PairDataset(make(), image_extra={"old_embeds": np.zeros((5, 2))})
-    with pytest.raises(XcompatError, match="no column 'image'"):
-        PairDataset(make().remove_columns("image"))
-    with pytest.raises(XcompatError, match="4 new embeddings but 3 old ones"):
-        EmbeddingPairDataset(np.zeros((4, 2)), np.zeros((3, 2)))
-    with pytest.raises(XcompatError, match="no embeddings"):
-        EmbeddingPairDataset(np.zeros((0, 2)), np.zeros((0, 2)))
-
-
-def test_iterating_leaves_out_what_cannot_be_read_and_says_which_rows_are_left() -> None:
     bad = BadSamples(max_share=0.5, total=7)
-    batches = list(iterate_images(make(7, broken=[0, 1, 4]), batch_size=2, bad=bad))
+    batches = list(data.iterate_images(make(7, broken=[0, 1, 4]), batch_size=2, bad=bad))
     assert [rows.tolist() for rows, _ in batches] == [[2, 3], [5], [6]]
     assert [image.getpixel((0, 0))[0] for _, images in batches for image in images] == [2, 3, 5, 6]
     assert len(bad.reasons) == 3
-    only = list(iterate_images(make(7), batch_size=2, rows=[5, 2, 3]))
+    only = list(data.iterate_images(make(7), batch_size=2, rows=[5, 2, 3]))
     assert [rows.tolist() for rows, _ in only] == [[5, 2], [3]]
+
+
+def test_what_cannot_be_paired_stops_by_name() -> None:
+    refuses(r"1 of 6 samples cannot be used.*id1", PairDataset(make(broken=[1])).__getitem__, 1)
+    broken = PairDataset(make(2, broken=[0, 1]), bad=BadSamples(max_share=1, total=2))
+    refuses("none of 2 samples", broken.__getitem__, 0)
+    stream = make(150, broken=range(2, 150, 3)).cast_column("image", datasets.Image(decode=False)).to_iterable_dataset()
+    refuses("samples cannot be used.*id2", list, data.stream_pairs(stream))
+    refuses("old_embeds has 5 rows, the data set 6", PairDataset, make(), image_extra={"old_embeds": np.zeros((5, 2))})
+    refuses("no column 'image'", PairDataset, make().remove_columns("image"))
+    refuses("4 new embeddings but 3 old ones", EmbeddingPairDataset, np.zeros((4, 2)), np.zeros((3, 2)))
+    refuses("no embeddings", EmbeddingPairDataset, np.zeros((0, 2)), np.zeros((0, 2)))
 
 
 @pytest.mark.parametrize("threads", [1, 3])
@@ -139,24 +128,36 @@ def test_images_decoded_ahead_come_in_order_prepared_and_no_further_than_asked(t
         prepared.append(images[0].getpixel((0, 0))[0])
         return len(images)
 
-    batches = iterate_images(make(40, broken=[4]), batch_size=2, bad=BadSamples(0.5, 40), prepare=prepare, threads=threads)
+    batches = data.iterate_images(make(40, broken=[4]), batch_size=2, bad=BadSamples(0.5, 40), prepare=prepare, threads=threads)
     first = [(rows.tolist(), count) for rows, count in islice(batches, 4)]
     assert first == [([0, 1], 2), ([2, 3], 2), ([5], 1), ([6, 7], 2)]
     batches.close()
     assert len(prepared) <= 4 + threads + 1, "what nobody asks for is not decoded"
 
 
-def test_flattened_captions_keep_their_ids() -> None:
+def test_columns_by_caption_follow_the_caption_drawn() -> None:
     texts, ids = flatten_captions(make(3, several=True))
     assert texts == ["x", "y", "xx", "yy", "xxx", "yyy"]
     assert ids == ["id0", "id0", "id1", "id1", "id2", "id2"]
     assert flatten_captions(make(2)) == (["x", "xx"], ["id0", "id1"])
+    dataset = make(3).remove_columns("caption").add_column("caption", [["p", "", "q"], None, ["r", "s", "t"]])
+    texts, _ = flatten_captions(dataset)
+    by_caption = np.array([[ord(text)] for text in texts], np.float16)
+    pairs = PairDataset(dataset, caption_extra={"old_text_embeds": by_caption}, bad=BadSamples(max_share=0.5, total=3))
+    drawn = set()
+    for epoch in range(30):
+        pairs.set_epoch(epoch)
+        for item in pairs.__getitems__([0, 1, 2]):
+            assert chr(int(item["old_text_embeds"][0])) == item["caption"]
+            drawn.add(item["caption"])
+    assert drawn == set("pqrst")
+    refuses("old_text_embeds has 3 rows, the data set 5", PairDataset, dataset, caption_extra={"old_text_embeds": by_caption[:3]})
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_streams_leave_out_what_cannot_be_read_and_lose_nothing_else(workers: int) -> None:
     dataset = make(20, broken=[3, 11]).cast_column("image", datasets.Image(decode=False))
-    stream = stream_pairs(dataset.to_iterable_dataset(num_shards=2), shuffle_buffer=5, seed=1)
+    stream = data.stream_pairs(dataset.to_iterable_dataset(num_shards=2), shuffle_buffer=5, seed=1)
     loader = DataLoader(stream, batch_size=4, num_workers=workers, collate_fn=list)
     items = [item for batch in loader for item in batch]
     assert sorted(int(item["id"][2:]) for item in items) == [r for r in range(20) if r not in (3, 11)]
@@ -183,8 +184,8 @@ def test_embedding_pairs_from_memory_maps(tmp_path: Path) -> None:
     for name, array in {"new": new, "old": old}.items():
         np.save(tmp_path / f"{name}.npy", array)
     pairs = EmbeddingPairDataset(*(np.load(tmp_path / f"{name}.npy", mmap_mode="r") for name in ("new", "old")))
-    loader = DataLoader(pairs, batch_sampler=BatchSampler([7, 3, 3, 49, 0], 3, drop_last=False), collate_fn=collate_embeddings)
-    batches = list(loader)
+    sampler = BatchSampler([7, 3, 3, 49, 0], 3, drop_last=False)
+    batches = list(DataLoader(pairs, batch_sampler=sampler, collate_fn=data.collate_embeddings))
     for batch, rows in zip(batches, ([7, 3, 3], [49, 0]), strict=True):
         assert torch.equal(batch["new_embeds"], torch.from_numpy(new[rows].astype(np.float32)))
         assert torch.equal(batch["old_embeds"], torch.from_numpy(old[rows].astype(np.float32)))
@@ -222,30 +223,3 @@ def test_every_view_has_its_turn_even_in_workers_that_outlive_an_epoch() -> None
         counts.update(row for batch in loader for row in batch)
     assert counts[8] == 160
     assert all(4 < counts[row] < 40 for row in range(8))  # 20 expected, 4 standard deviations
-
-
-def test_columns_by_caption_follow_the_caption_drawn() -> None:
-    dataset = make(3).remove_columns("caption").add_column("caption", [["p", "", "q"], None, ["r", "s", "t"]])
-    texts, _ = flatten_captions(dataset)
-    by_caption = np.array([[ord(text)] for text in texts], np.float16)
-    pairs = PairDataset(dataset, caption_extra={"old_text_embeds": by_caption}, bad=BadSamples(max_share=0.5, total=3))
-    drawn = set()
-    for epoch in range(30):
-        pairs.set_epoch(epoch)
-        for item in pairs.__getitems__([0, 1, 2]):
-            assert chr(int(item["old_text_embeds"][0])) == item["caption"]
-            drawn.add(item["caption"])
-    assert drawn == set("pqrst")
-    with pytest.raises(XcompatError, match="old_text_embeds has 3 rows, the data set 5"):
-        PairDataset(dataset, caption_extra={"old_text_embeds": by_caption[:3]})
-
-
-def test_augmentation_is_decided_by_the_sample_and_leaves_torchs_generator_alone() -> None:
-    dataset, collate = make(160), PairCollator(StubProcessor(), Augmentation())  # type: ignore[arg-type]
-    torch.manual_seed(5)
-    before = torch.random.get_rng_state()
-    one = collate(PairDataset(dataset, seed=1).__getitems__([90, 150]))["pixel_values"]
-    assert torch.equal(torch.random.get_rng_state(), before)
-    torch.manual_seed(6)
-    assert torch.equal(collate(PairDataset(dataset, seed=1).__getitems__([150, 90]))["pixel_values"].flip(0), one)
-    assert not torch.equal(collate(PairDataset(dataset, seed=2).__getitems__([90, 150]))["pixel_values"], one)

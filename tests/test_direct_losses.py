@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import math
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from conftest import unit
+from conftest import refuses, unit
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional as F
@@ -51,15 +52,14 @@ def build(method: str, folder_of: dict[str, str], **options: Any) -> Any:
 def test_bct_of_l2_distances_sees_lengths(image_folder_of: dict[str, str]) -> None:
     """Cosines would not: queries of any length would have one loss, and only those of the right length find anything."""
     old = describe_old(OLD, dim=OLD_DIM) | {"metric": "l2"}
-    model = METHODS["bct"].from_encoder(image_folder_of["resnet"], old=old, classes=CLASSES, metric="l2", dim=OLD_DIM)
+    make = partial(METHODS["bct"].from_encoder, image_folder_of["resnet"], old=old, classes=CLASSES)
+    model = make(metric="l2", dim=OLD_DIM)
     model.prepare(OldKnowledge(len(CLASSES), LABELS_N, OLD_Nd.numpy()))
     labels = torch.tensor(LABELS_N)
     losses = [float(model.old_classification_loss(factor * OLD_Nd.float(), labels)) for factor in (0.1, 1.0)]
     assert losses[0] > losses[1] + 0.01
-    with pytest.raises(XcompatError, match="options.old_scale: metric: l2 compares dot products, not cosines"):
-        METHODS["bct"].from_encoder(image_folder_of["resnet"], old=old, classes=CLASSES, metric="l2", old_scale=4.0)
-    with pytest.raises(XcompatError, match="no head 'arcfase'; did you mean 'arcface'"):
-        METHODS["bct"].from_encoder(image_folder_of["resnet"], old=old, classes=CLASSES, head="arcfase")
+    refuses("options.old_scale: metric: l2", make, metric="l2", old_scale=4.0)
+    refuses("did you mean 'arcface'", make, head="arcfase")
 
 
 def features(dim: int) -> torch.Tensor:
@@ -97,10 +97,9 @@ def mean(terms: list[float]) -> Any:
 def test_bct(extra: int, scale: float | None, folder_of: dict[str, str]) -> None:
     model = build("bct", folder_of, extra_dim=extra, compat_weight=2.5, old_scale=scale)
     given = features(OLD_DIM + extra)
-    terms = [
-        by_classifier(model, x, label) + 2.5 * by_prototypes(x[:OLD_DIM], label, scale)
-        for x, label in zip(given, LABELS_N.tolist(), strict=True)
-    ]
+    terms = []
+    for x, label in zip(given, LABELS_N.tolist(), strict=True):
+        terms.append(by_classifier(model, x, label) + 2.5 * by_prototypes(x[:OLD_DIM], label, scale))
     assert loss_of(model, given) == mean(terms)
 
 
@@ -111,9 +110,6 @@ def test_l2(folder_of: dict[str, str]) -> None:
         compared = x[:OLD_DIM] / x[:OLD_DIM].norm()
         terms.append(by_classifier(model, x, label) + 10 * math.sqrt(float((compared - old).square().sum())))
     assert loss_of(model, given) == mean(terms)
-
-
-def test_l2_of_credible_old_embeddings_alone(folder_of: dict[str, str]) -> None:
     model = build("l2", folder_of, keep=0.6)
     known = OldKnowledge(len(CLASSES), LABELS_N, OLD_Nd.numpy())
     credible_N = model.extra_columns(known)["credible"]
@@ -121,9 +117,7 @@ def test_l2_of_credible_old_embeddings_alone(folder_of: dict[str, str]) -> None:
     given = features(OLD_DIM)
     batch = {"labels": torch.from_numpy(LABELS_N), "old_embeds": OLD_Nd, "credible": torch.from_numpy(credible_N)}
     found = float(model.loss(CompatOutput(features=given), batch))
-    pulls = [
-        float((F.normalize(x, dim=0) - old).norm()) for x, old, counts in zip(given, OLD_Nd, credible_N, strict=True) if counts
-    ]
+    pulls = [float((F.normalize(x, dim=0) - old).norm()) for x, old, use in zip(given, OLD_Nd, credible_N, strict=True) if use]
     own = [by_classifier(model, x, label) for x, label in zip(given, LABELS_N.tolist(), strict=True)]
     assert found == pytest.approx(sum(own) / len(own) + 10 * sum(pulls) / len(pulls), rel=1e-4)
     assert build("l2", folder_of).extra_columns(known) == {}
@@ -163,9 +157,7 @@ def test_oca(transform: str, folder_of: dict[str, str]) -> None:
         ("bt2", {"dim": 9, "extra_dim": 4}, ["new_basis", "old_basis"]),
     ],
 )
-def test_matrices_start_at_the_identity_or_at_random(
-    method: str, options: dict[str, Any], names: list[str], folder_of: dict[str, str]
-) -> None:
+def test_matrices_start_as_asked(method: str, options: dict[str, Any], names: list[str], folder_of: dict[str, str]) -> None:
     old = describe_old(OLD, dim=OLD_DIM)
     plain, drawn = (
         METHODS[method].from_encoder(folder_of["clip"], classes=CLASSES, old=old, **options, random_start=random_start)
@@ -176,7 +168,7 @@ def test_matrices_start_at_the_identity_or_at_random(
         assert torch.equal(identity, torch.eye(len(identity))) and not torch.allclose(turned, identity, atol=0.1)
         assert torch.allclose(turned @ turned.T, identity, atol=1e-5) or options.get("transform") == "linear"
     if method == "oca":
-        with pytest.raises(XcompatError, match="there is no matrix, because options.transform is none"):
+        with pytest.raises(XcompatError, match="options.transform is none"):
             METHODS["oca"].from_encoder(folder_of["clip"], old, classes=CLASSES, transform="none", random_start=True)
 
 
@@ -239,9 +231,7 @@ def test_mixbct_classifies_the_mixture_by_one_classifier(folder_of: dict[str, st
         *(("bt2", {"dim": 8, "extra_dim": 2, "classified": classified}) for classified in ("new_part", "whole")),
     ],
 )
-def test_a_finished_model_has_the_classifier_brought_to_its_features(
-    method: str, options: dict[str, Any], folder_of: dict[str, str], tmp_path: Path
-) -> None:
+def test_exported_classifiers_fit(method: str, options: dict[str, Any], folder_of: dict[str, str], tmp_path: Path) -> None:
     model = build(method, folder_of, **options).eval()
     pixels = torch.randn(5, 3, 32, 32, generator=torch.Generator().manual_seed(2))
     with torch.inference_mode():
@@ -276,8 +266,7 @@ def test_prototypes_stand_in_for_the_rows_that_the_old_classifier_lacks() -> Non
     both = known.weights("both")
     assert torch.equal(both[:2], torch.from_numpy(rows[:2])) and torch.isnan(both[3]).all(), "the last class has no image"
     assert cosine(both[2], PROTOTYPES[2]) == pytest.approx(1, abs=1e-6) and float(both[2].norm()) == pytest.approx(3, rel=1e-6)
-    with pytest.raises(XcompatError, match="old_weights is both, but the old model has no classifier"):
-        OldKnowledge(len(CLASSES), LABELS_N, OLD_Nd.numpy()).weights("both")
+    refuses("the old model has no classifier", OldKnowledge(len(CLASSES), LABELS_N, OLD_Nd.numpy()).weights, "both")
 
 
 def test_a_batch_norm_shifts_features_and_does_not_stretch_them(folder_of: dict[str, str], tmp_path: Path) -> None:
@@ -293,8 +282,7 @@ def test_a_batch_norm_shifts_features_and_does_not_stretch_them(folder_of: dict[
     again = AutoModel.from_pretrained(tmp_path / "model")
     with torch.inference_mode():
         assert torch.equal(again.embed_images(pixels), model.embed_images(pixels)) and again.image_head is None
-    with pytest.raises(XcompatError, match="options.batch_norm: bt2 normalises .*; remove batch_norm"):
-        build("bt2", folder_of, dim=8, extra_dim=2, batch_norm=True)
+    refuses("options.batch_norm: bt2 normalises", build, "bt2", folder_of, dim=8, extra_dim=2, batch_norm=True)
 
 
 def naive_mask(embeds: np.ndarray, labels: np.ndarray, keep: str) -> list[bool]:
@@ -352,13 +340,10 @@ def test_blocks_and_kinds_of_arrays_do_not_matter(monkeypatch: pytest.MonkeyPatc
     [(3, 2, 0.9, "found 2 for 3"), (0, 0, 0.9, "found 0 for 0"), (3, 3, 0.0, "not 0.0"), (3, 3, 1.1, "not 1.1")],
 )
 def test_bad_input_is_one_line(rows: int, labels: int, keep: float, message: str) -> None:
-    with pytest.raises(XcompatError, match=message) as raised:
-        credible_mask(np.ones((rows, 2)), np.zeros(labels, dtype=int), keep)
-    assert "\n" not in str(raised.value)
+    refuses(message, credible_mask, np.ones((rows, 2)), np.zeros(labels, dtype=int), keep)
 
 
 def turned(dim: int, steps: int = 5) -> OrthogonalTransform:
-    """Return a transformation after large steps of an optimiser towards a random target."""
     transform = OrthogonalTransform(dim)
     optimiser = torch.optim.Adam(transform.parameters(), lr=0.3)
     x, y = torch.randn(16, dim), torch.randn(16, dim)
@@ -396,9 +381,8 @@ def naive_slerp(new: list[float], old: list[float], share: float) -> list[float]
     """Return Shoemake's formula for one row, in float64, with the arc cosine."""
     n, o = ([x / math.hypot(*row) for x in row] for row in (new, old))
     angle = math.acos(sum(x * y for x, y in zip(n, o, strict=True)))
-    return [
-        (math.sin((1 - share) * angle) * x + math.sin(share * angle) * y) / math.sin(angle) for x, y in zip(n, o, strict=True)
-    ]
+    shares = math.sin((1 - share) * angle) / math.sin(angle), math.sin(share * angle) / math.sin(angle)
+    return [shares[0] * x + shares[1] * y for x, y in zip(n, o, strict=True)]
 
 
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.9, 1.0])
@@ -425,24 +409,17 @@ def test_close_directions_are_no_special_case(distance: float, share: float) -> 
         assert (gradient.abs().max() > 0) == (weight > 0)
 
 
-def test_what_neither_model_could_read_is_no_query() -> None:
+def test_what_cannot_be_mixed() -> None:
     new, old = torch.randn(4, 5), torch.randn(4, 5)
     new[0], old[2] = torch.nan, torch.nan
     mixed = slerp(new, old, 0.5)
     assert mixed.isnan().all(dim=1).tolist() == [True, False, True, False]
     torch.testing.assert_close(mixed[1::2], slerp(new[1::2], old[1::2], 0.5))
     assert slerp(new[:0], old[:0], 0.5).shape == (0, 5)
-
-
-def test_what_cannot_be_mixed_is_said_in_one_line() -> None:
     new = torch.randn(3, 5)
-    with pytest.raises(XcompatError, match="share is 1.5"):
-        slerp(new, new, 1.5)
-    with pytest.raises(XcompatError, match="share is nan"):
-        slerp(new, new, math.nan)
-    with pytest.raises(XcompatError, match=r"\(3, 5\) and old queries of \(3, 4\) cannot be mixed"):
-        slerp(new, new[:, :4], 0.5)
-    with pytest.raises(XcompatError, match="row 2 are opposite"):
-        slerp(new, torch.stack([new[0], new[0], -2 * new[2]]), 0.5)
+    refuses("share is 1.5", slerp, new, new, 1.5)
+    refuses("share is nan", slerp, new, new, math.nan)
+    refuses(r"\(3, 5\) and old queries of \(3, 4\) cannot be mixed", slerp, new, new[:, :4], 0.5)
+    refuses("row 2 are opposite", slerp, new, torch.stack([new[0], new[0], -2 * new[2]]), 0.5)
     almost = F.normalize(torch.tensor([[-1.0, 1e-4]]))  # the arc leads over the second axis
     torch.testing.assert_close(slerp(torch.tensor([[1.0, 0.0]]), almost, 0.5), torch.tensor([[0.0, 1.0]]), rtol=0, atol=1e-3)

@@ -13,18 +13,18 @@ import datasets
 import numpy as np
 import pytest
 import torch
+from conftest import refuses
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 from transformers import CLIPConfig
 
 from xcompat import IndependentModel
-from xcompat.core.errors import XcompatError
 from xcompat.data import Augmentation, View, load_pairs, open_image
 from xcompat.embeddings import cache_writer
 from xcompat.embeddings import embed as embedding
 from xcompat.embeddings.cache import StackedCaches
-from xcompat.embeddings.embed import EmbeddingCache, embed_images, embed_in_memory, embed_texts, images_per_batch
+from xcompat.embeddings.embed import EmbeddingCache, embed_images, embed_in_memory, embed_texts
 from xcompat.encoders.adapter_settings import AdapterConfig, LoraSettings
 from xcompat.encoders.base import Encoder
 from xcompat.encoders.onednn import packed_linears
@@ -56,22 +56,6 @@ def test_packed_linears_compute_the_same_and_leave_no_trace(embedder: Embedder, 
             assert torch.equal(embedder.embed(batch), plain)
 
 
-def test_half_precision_embeds_nearly_the_same(embedder: Embedder, tmp_path: Path) -> None:
-    half = replace(embedder, autocast=torch.bfloat16)
-    cache = embed_texts(half, TEXTS, tmp_path / "c", "digest")[:]
-    plain = embedder.embed(embedder.processor.texts(TEXTS)).numpy()
-    cosines = (cache * plain).sum(1) / np.linalg.norm(cache, axis=1) / np.linalg.norm(plain, axis=1)
-    assert cosines.min() > 0.999
-    assert np.abs(cache - plain).max() > 5e-4, "further from it than float16, as which caches are stored, can be"
-
-
-@pytest.mark.parametrize(("edge", "on_cpu"), [(32, 64), (64, 64), (160, 31), (224, 16), (336, 7), (1024, 1)])
-def test_a_cpu_embeds_few_large_images_at_a_time(embedder: Embedder, edge: int, on_cpu: int) -> None:
-    processor = replace(embedder.processor, image_size=(edge, edge))
-    assert images_per_batch(processor, torch.device("cpu")) == on_cpu
-    assert images_per_batch(processor, torch.device("cuda")) == 64
-
-
 @given(st.lists(st.integers(0, 50), max_size=60), st.integers(1, 100))
 def test_every_text_once_within_the_budget(lengths: list[int], budget: int) -> None:
     batches = list(length_sorted_batches(lengths, budget))
@@ -80,7 +64,7 @@ def test_every_text_once_within_the_budget(lengths: list[int], budget: int) -> N
         assert len(rows) == 1 or len(rows) * max(lengths[row] for row in rows) <= budget
 
 
-def test_texts_equal_one_by_one(embedder: Embedder, tmp_path: Path) -> None:
+def test_caches_equal_one_by_one(embedder: Embedder, tmp_path: Path, pairs_folder: str) -> None:
     cache = embed_texts(embedder, TEXTS, tmp_path / "c", "digest", shard_rows=5, tokens_per_batch=40)
     alone = torch.cat([embedder.embed(embedder.processor.texts([text])) for text in TEXTS])
     assert cache.shape == (23, 16) and cache.fingerprint == embedder.fingerprint
@@ -89,14 +73,17 @@ def test_texts_equal_one_by_one(embedder: Embedder, tmp_path: Path) -> None:
     assert np.array_equal(cache[rows], cache[:][rows])
     np.testing.assert_allclose(embed_in_memory(embedder, TEXTS), alone, atol=1e-5)
     assert embed_in_memory(embedder, []).shape == (0, embedder.dim)
-
-
-def test_images_equal_one_by_one(embedder: Embedder, pairs_folder: str, tmp_path: Path) -> None:
     dataset = load_pairs(pairs_folder)
-    cache = embed_images(embedder, dataset, tmp_path / "c", "digest", shard_rows=10)
+    cache = embed_images(embedder, dataset, tmp_path / "images", "digest", shard_rows=10)
     images = [Image.open(Path(pairs_folder, name)).convert("RGB") for name in dataset["id"]]
     alone = torch.cat([embedder.embed({"pixel_values": embedder.processor.images([image])}) for image in images])
     np.testing.assert_allclose(cache[:], alone.numpy(), atol=5e-4)
+    half = replace(embedder, autocast=torch.bfloat16)
+    cache = embed_texts(half, TEXTS, tmp_path / "half", "digest")[:]
+    plain = embedder.embed(embedder.processor.texts(TEXTS)).numpy()
+    cosines = (cache * plain).sum(1) / np.linalg.norm(cache, axis=1) / np.linalg.norm(plain, axis=1)
+    assert cosines.min() > 0.999
+    assert np.abs(cache - plain).max() > 5e-4, "further from it than float16, as which caches are stored, can be"
 
 
 @pytest.mark.parametrize("lost", [range(3), range(3, 6), range(6, 8), range(8)])
@@ -126,8 +113,7 @@ def test_a_killed_embedding_embeds_missing_shards(embedder: Embedder, tmp_path: 
     monkeypatch.setattr(type(embedder.processor), "tokenize", killed_at_the_third)
     with pytest.raises(KeyboardInterrupt):
         embed_texts(embedder, TEXTS, tmp_path / "c", "digest", shard_rows=5)
-    with pytest.raises(XcompatError, match="not a finished embedding cache"):
-        EmbeddingCache(tmp_path / "c")
+    refuses("not a finished embedding cache", EmbeddingCache, tmp_path / "c")
     assert np.array_equal(embed_texts(embedder, TEXTS, tmp_path / "c", "digest", shard_rows=5)[:], whole)
     assert calls == [TEXTS[0], TEXTS[5], TEXTS[10], TEXTS[10], TEXTS[15], TEXTS[20]], "finished shards are not embedded again"
     embed_texts(embedder, TEXTS, tmp_path / "c", "digest", shard_rows=5)
@@ -152,21 +138,15 @@ def test_next_shard_is_embedded_while_one_is_written(embedder: Embedder, tmp_pat
     assert np.array_equal(embed_texts(embedder, TEXTS, tmp_path / "c", "digest", shard_rows=5)[:], whole)
 
 
-def test_other_models_data_and_too_large_values_are_refused(
-    folder_of: dict[str, str], old_folder: str, pairs_folder: str, tmp_path: Path
-) -> None:
+def test_what_no_cache_takes_is_refused(folder_of: dict[str, str], old_folder: str, pairs_folder: str, tmp_path: Path) -> None:
     embed_texts(load_embedder(folder_of["clip"]), TEXTS, tmp_path / "c", "digest")
-    with pytest.raises(XcompatError, match="embeddings of another fingerprint"):
-        embed_texts(load_embedder(old_folder), TEXTS, tmp_path / "c", "digest")
-    with pytest.raises(XcompatError, match="embeddings of another data"):
-        embed_texts(load_embedder(folder_of["clip"]), TEXTS, tmp_path / "c", "other")
-    with pytest.raises(XcompatError, match="no texts to embed"):
-        embed_texts(load_embedder(folder_of["clip"]), [], tmp_path / "e", "digest")
+    refuses("embeddings of another fingerprint", embed_texts, load_embedder(old_folder), TEXTS, tmp_path / "c", "digest")
+    refuses("embeddings of another data", embed_texts, load_embedder(folder_of["clip"]), TEXTS, tmp_path / "c", "other")
+    refuses("no texts to embed", embed_texts, load_embedder(folder_of["clip"]), [], tmp_path / "e", "digest")
     embedder = penultimate_embedder(load_embedder(folder_of["clip"]))
     with torch.no_grad():
         embedder.model.model.model.vision_model.post_layernorm.weight.mul_(1e6)
-    with pytest.raises(XcompatError, match="returns values beyond the range of float16, the type of caches"):
-        embed_images(embedder, load_pairs(pairs_folder), tmp_path / "large", "digest")
+    refuses("beyond the range of float16", embed_images, embedder, load_pairs(pairs_folder), tmp_path / "large", "digest")
 
 
 def test_truncated_texts_are_counted(folder_of: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -288,7 +268,7 @@ def test_equal_to_the_ordinary_tower(encoder: dict[str, Any]) -> None:
     assert_same(tower, torch.full((2, 4), 7))  # without an end token CLIP pools the first
 
 
-def test_adapters_are_computed_with() -> None:
+def test_sharing_follows_adapters_gradients_and_masks() -> None:
     encoder = clip()
     plain = encoder.text_features(captions([5, 6]), None)
     encoder.add_adapters(AdapterConfig(lora=LoraSettings(rank=2)))
@@ -296,18 +276,6 @@ def test_adapters_are_computed_with() -> None:
         torch.nn.init.normal_(parameter, std=0.3)
     assert (encoder.eval().text_features(captions([5, 6]), None) - plain).abs().max() > 1e-2
     assert_same(encoder, captions([5, 9, 3, 2, 7, 9]))
-
-
-def test_what_is_shared_or_behind_the_end_is_not_computed() -> None:
-    encoder = clip()
-    counted: list[int] = []
-    encoder.model.text_model.embeddings.token_embedding.register_forward_hook(lambda _, ids, out: counted.append(ids[0].numel()))
-    with torch.inference_mode(), shared_prefixes(encoder):
-        encoder.text_features(torch.tensor([[98, 1, 2, END, END, END], [98, 1, 3, 4, 5, END], [98, 1, 2, END, 7, 7]]), None)
-    assert counted == [4 + 4]
-
-
-def test_nothing_changes_with_gradients_or_a_mask() -> None:
     encoder, token_ids = clip(), captions([5, 9, 3])
     mask = torch.ones_like(token_ids)
     mask[:, 1] = 0  # a hole before the end
@@ -319,7 +287,13 @@ def test_nothing_changes_with_gradients_or_a_mask() -> None:
     assert plain.requires_grad and not torch.allclose(plain, holed, atol=1e-3)
 
 
-def test_only_a_frozen_clip_that_takes_masks_shares_prefixes() -> None:
+def test_only_a_frozen_clip_shares_prefixes() -> None:
+    encoder = clip()
+    counted: list[int] = []
+    encoder.model.text_model.embeddings.token_embedding.register_forward_hook(lambda _, ids, out: counted.append(ids[0].numel()))
+    with torch.inference_mode(), shared_prefixes(encoder):
+        encoder.text_features(torch.tensor([[98, 1, 2, END, END, END], [98, 1, 3, 4, 5, END], [98, 1, 2, END, 7, 7]]), None)
+    assert counted == [4 + 4]
     for name in ("blip", "open_clip", "resnet", "siglip", "siglip2", "vision-text-dual-encoder"):
         encoder, _ = stand_in(name)
         assert not encoder.shares_prefixes

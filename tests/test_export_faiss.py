@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,8 +11,8 @@ import faiss
 import numpy as np
 import pytest
 import torch
+from conftest import Run, refuses, store, unit
 from schedule import mostly_nightly
-from torch.nn import functional as F
 
 from xcompat import Fingerprint, XcompatError
 from xcompat.core.files import read_json
@@ -31,10 +30,6 @@ assert "xcompat" not in sys.modules
 scores, rows = faiss.read_index(sys.argv[1]).search(np.load(sys.argv[2]), 10)
 np.savez(sys.argv[3], scores=scores, rows=rows)
 """
-
-
-def unit(rows: int, dim: int, seed: int) -> torch.Tensor:
-    return F.normalize(torch.randn(rows, dim, generator=torch.Generator().manual_seed(seed)), dim=-1)
 
 
 def build(method: str, **options: Any) -> CompatModel:
@@ -109,11 +104,9 @@ def test_nothing_that_is_read_is_replaced(tmp_path: Path) -> None:
     model = METHODS["ridge"].from_pretrained(tmp_path / "model")
     write_old_index(tmp_path / "old.faiss", "Flat")
     before = (tmp_path / "model" / "model.safetensors").read_bytes()
-    with pytest.raises(
-        XcompatError, match=r"model.safetensors was not made by `xcompat export faiss`; move it, or choose another"
-    ):
-        to_faiss(model, tmp_path / "old.faiss", tmp_path / "model" / "model.safetensors", overwrite=True)
-    assert (tmp_path / "model" / "model.safetensors").read_bytes() == before
+    own = tmp_path / "model" / "model.safetensors"
+    refuses("model.safetensors was not made by `xcompat export", to_faiss, model, tmp_path / "old.faiss", own, overwrite=True)
+    assert own.read_bytes() == before
     for _ in range(2):  # its own file is replaced there too
         to_faiss(model, tmp_path / "old.faiss", tmp_path / "model" / "new.faiss")
 
@@ -148,55 +141,48 @@ def test_queries_are_brought_to_the_length_of_vectors_that_were_never_normalised
     assert kept[rows].tolist() == [[int(hit.id) for hit in hits] for hits in gallery.search(queries, model, 10)]
 
 
-def test_items_of_a_backfill_are_counted_where_they_prevent_an_export(tmp_path: Path) -> None:
+def test_indexes_that_do_not_fit_are_refused(tmp_path: Path, folder_of: dict[str, str]) -> None:
     gallery, model = Gallery.create(tmp_path / "gallery", Fingerprint.from_string("old"), OLD_DIM), build("ridge")
-    gallery.add(unit(ROWS, OLD_DIM, seed=1), list(map(str, range(ROWS))))
-    gallery.commit()
+    store(gallery, unit(ROWS, OLD_DIM, seed=1), list(map(str, range(ROWS))))
     gallery.add(unit(3, NEW_DIM, seed=2), ["x", "y", "z"], version=model)
     gallery.commit("backfill")
-    with pytest.raises(XcompatError, match="also holds 3 items of .*, e.g. after a backfill.*rollback"):
-        to_faiss(model, gallery.path, tmp_path / "new.faiss")
+    refuses("also holds 3 items of .*, e.g. after a backfill.*rollback", to_faiss, model, gallery.path, tmp_path / "new.faiss")
+    write_old_index(tmp_path / "old.faiss", "Flat")
+    names = [str(row) for row in range(ROWS)]
+    Gallery.from_faiss(tmp_path / "adopted", tmp_path / "old.faiss", names, Fingerprint.from_string("old"))
+    other = faiss.IndexFlatIP(OLD_DIM)
+    other.add(unit(ROWS, OLD_DIM, seed=5).numpy())
+    faiss.write_index(other, str(tmp_path / "old.faiss"))
+    refuses("its bytes have changed since adoption", to_faiss, build("ridge"), tmp_path / "adopted", tmp_path / "new.faiss")
+    assert not (tmp_path / "new.faiss").exists()
+    faiss.write_index(faiss.IndexFlatIP(OLD_DIM + 1), str(tmp_path / "other.faiss"))
+    with pytest.raises(XcompatError, match="vectors of 9 dimensions, but the map returns the 8"):
+        to_faiss(build("ridge"), tmp_path / "other.faiss", tmp_path / "new.faiss")
+    refuses("nowhere.* does not exist", to_faiss, build("ridge"), tmp_path / "nowhere.faiss", tmp_path / "new.faiss")
+    (tmp_path / "damaged.faiss").write_bytes(b"no index")
+    refuses("is not a readable faiss index", to_faiss, build("ridge"), tmp_path / "damaged.faiss", tmp_path / "new.faiss")
+    write_old_index(tmp_path / "old.faiss", "Flat")
+    with pytest.raises(XcompatError, match="trained without an old model"):
+        to_faiss(METHODS["independent"].from_encoder(folder_of["clip"]), tmp_path / "old.faiss", tmp_path / "new.faiss")
 
 
 def test_a_gallery_of_the_model_itself_is_searched_like_the_old_one(tmp_path: Path) -> None:
     model = with_memory(build("ridge"), entries=0)
     gallery = Gallery.create(tmp_path / "gallery", model)
-    gallery.add(unit(ROWS, NEW_DIM, seed=2), list(map(str, range(ROWS))), version=model)
-    gallery.commit()
+    store(gallery, unit(ROWS, NEW_DIM, seed=2), list(map(str, range(ROWS))), version=model)
     assert to_faiss(model, gallery.path, tmp_path / "new.faiss") == model.stored_fingerprint()
     queries = unit(5, NEW_DIM, seed=3)
     rows = faiss.read_index(str(tmp_path / "new.faiss")).search(queries.numpy(), 5)[1]
     assert [[hit.id for hit in hits] for hits in gallery.search(queries, model, 5)] == [list(map(str, row)) for row in rows]
 
 
-def test_a_model_of_no_old_one_goes_into_no_index(folder_of: dict[str, str], tmp_path: Path) -> None:
-    write_old_index(tmp_path / "old.faiss", "Flat")
-    with pytest.raises(XcompatError, match="trained without an old model"):
-        to_faiss(METHODS["independent"].from_encoder(folder_of["clip"]), tmp_path / "old.faiss", tmp_path / "new.faiss")
-
-
-def test_an_adopted_index_that_has_changed_since_is_refused(tmp_path: Path) -> None:
-    write_old_index(tmp_path / "old.faiss", "Flat")
-    names = [str(row) for row in range(ROWS)]
-    Gallery.from_faiss(tmp_path / "gallery", tmp_path / "old.faiss", names, Fingerprint.from_string("old"))
-    other = faiss.IndexFlatIP(OLD_DIM)
-    other.add(unit(ROWS, OLD_DIM, seed=5).numpy())
-    faiss.write_index(other, str(tmp_path / "old.faiss"))
-    with pytest.raises(XcompatError, match="its bytes have changed since adoption"):
-        to_faiss(build("ridge"), tmp_path / "gallery", tmp_path / "new.faiss")
-    assert not (tmp_path / "new.faiss").exists()
-
-
-def test_command_line_and_a_service_that_knows_faiss_alone(
-    tmp_path: Path, run_xcompat: Callable[..., tuple[int, str, str]]
-) -> None:
+def test_command_line_and_a_service_that_knows_faiss_alone(tmp_path: Path, run_xcompat: Run) -> None:
     model = build("procrustes")
     model.export(tmp_path / "run" / "model")
     plain = write_old_index(tmp_path / "old.faiss", "HNSW16")
     before = (tmp_path / "old.faiss").read_bytes()
     command = ("export", "faiss", tmp_path / "old.faiss", "--model", tmp_path / "run", "--out", tmp_path / "new.faiss")
-    code, out, _ = run_xcompat(*command)
-    assert code == 0 and "takes 16-dimensional queries; its vectors are those of old@" in out
+    assert "takes 16-dimensional queries; its vectors are those of old@" in run_xcompat.output(*command)
     assert (tmp_path / "old.faiss").read_bytes() == before
     queries = unit(20, NEW_DIM, seed=2)
     np.save(tmp_path / "queries.npy", queries.numpy())
@@ -222,17 +208,5 @@ def test_command_line_and_a_service_that_knows_faiss_alone(
 def test_models_that_no_index_holds_are_refused(method: str, options: dict[str, Any], said: str, tmp_path: Path) -> None:
     write_old_index(tmp_path / "old.faiss", "Flat")
     model = build(method, **options) if "remember" not in said else with_memory(build(method), entries=3)
-    with pytest.raises(XcompatError, match=said):
-        to_faiss(model, tmp_path / "old.faiss", tmp_path / "new.faiss")
+    refuses(said, to_faiss, model, tmp_path / "old.faiss", tmp_path / "new.faiss")
     assert not (tmp_path / "new.faiss").exists()
-
-
-def test_an_index_of_another_dimension_or_none_is_refused(tmp_path: Path) -> None:
-    faiss.write_index(faiss.IndexFlatIP(OLD_DIM + 1), str(tmp_path / "other.faiss"))
-    with pytest.raises(XcompatError, match="other.faiss contains vectors of 9 dimensions, but the map returns the 8 of old@"):
-        to_faiss(build("ridge"), tmp_path / "other.faiss", tmp_path / "new.faiss")
-    with pytest.raises(XcompatError, match="the faiss index .*nowhere.* does not exist"):
-        to_faiss(build("ridge"), tmp_path / "nowhere.faiss", tmp_path / "new.faiss")
-    (tmp_path / "damaged.faiss").write_bytes(b"no index")
-    with pytest.raises(XcompatError, match="is not a readable faiss index"):
-        to_faiss(build("ridge"), tmp_path / "damaged.faiss", tmp_path / "new.faiss")
