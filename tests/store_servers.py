@@ -39,8 +39,9 @@ def chroma_server(folder: Path) -> Iterator[Connect]:
     import chromadb
 
     settings = chromadb.config.Settings(anonymized_telemetry=False)
-    with program("chroma", "run", "--path", folder, "--host", "127.0.0.1", folder=folder) as port:
-        yield lambda: ChromaPlace(f"chroma://127.0.0.1:{port}/", chromadb.HttpClient("127.0.0.1", port, settings=settings))
+    with running(on_a_port("chroma", "run", "--path", folder, "--host", "127.0.0.1", folder=folder)) as server:
+        address = f"chroma://127.0.0.1:{server.port}/"
+        yield lambda: ChromaPlace(address, chromadb.HttpClient("127.0.0.1", server.port, settings=settings))
 
 
 @contextmanager
@@ -50,8 +51,9 @@ def milvus_server(folder: Path) -> Iterator[Connect]:
 
     logging.getLogger("pymilvus").setLevel(logging.CRITICAL)  # it prints the traceback of each error that it raises
     arguments = ["server", "--data-dir", folder / "milvus", "--host", "127.0.0.1", "--max-workers", "1"]
-    with program("milvus-lite", *arguments, folder=folder) as port:
-        yield lambda: MilvusPlace(f"milvus://127.0.0.1:{port}", pymilvus.MilvusClient(f"http://127.0.0.1:{port}"))
+    with running(on_a_port("milvus-lite", *arguments, folder=folder)) as server:
+        host = f"127.0.0.1:{server.port}"
+        yield lambda: MilvusPlace(f"milvus://{host}", pymilvus.MilvusClient(f"http://{host}"))
 
 
 @contextmanager
@@ -92,42 +94,19 @@ def _serve_qdrant(port: Connection) -> None:
         threading.Event().wait()
 
 
-@contextmanager
-def program(name: str, *arguments: object, folder: Path) -> Iterator[int]:
-    """Run a server that came with a package on loopback; give its port.
-
-    Args:
-        name: of the program, beside Python.
-        arguments: all but the port.
-        folder: gets its log.
-    """
-    with running(on_a_port(name, *arguments, folder=folder)) as server:
-        yield server.port
-
-
 @dataclass
 class Server:
-    """A server in a process of its own, which can be started again on the same data.
-
-    Args:
-        command: of the program.
-        log: gets what it prints.
-        answers: whether it is ready.
-        port: where it listens, 0 without one.
-        user: of the process, where root may not run it.
-        ending: the signal that ends it.
-    """
+    """A server in a process of its own, which can be started again on the same data."""
 
     command: list[str]
     log: Path
     answers: Callable[[], bool]
     port: int = 0
-    user: str | None = None
+    user: str | None = None  # where root may not run it
     ending: int = signal.SIGTERM
     process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Start it, and wait until it is ready."""
         environment = {**os.environ, "ANONYMIZED_TELEMETRY": "False"}
         with self.log.open("a") as log:
             self.process = subprocess.Popen(self.command, stdout=log, stderr=log, env=environment, user=self.user)
@@ -136,14 +115,13 @@ class Server:
         assert self.process.poll() is None, self.log.read_text()
 
     def stop(self) -> None:
-        """End it, unless it was killed."""
         if self.process is not None:
             self.process.send_signal(self.ending)
             self.process.wait()
 
 
 def on_a_port(name: str, *arguments: object, folder: Path) -> Server:
-    """Return a server of :func:`program`."""
+    """Return a server that came with a package, beside Python, on a port of loopback; its log is in the folder."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -153,7 +131,6 @@ def on_a_port(name: str, *arguments: object, folder: Path) -> Server:
 
 @contextmanager
 def running(server: Server) -> Iterator[Server]:
-    """Run a server."""
     try:
         server.start()
         yield server

@@ -16,37 +16,20 @@ import pandas as pd
 import pytest
 import torch
 import yaml
-from conftest import raw_recipe
+from conftest import raw_recipe, refuses
 from rich.console import Console
 from typer.testing import CliRunner
 
 from xcompat import cli
-from xcompat.core.errors import XcompatError
 from xcompat.core.fingerprint import Fingerprint
-from xcompat.evaluation import (
-    EmbeddedImages,
-    EmbeddedPairs,
-    EvaluatedModels,
-    EvaluationOptions,
-    evaluate,
-    paired_bootstrap,
-)
+from xcompat.evaluation import EmbeddedImages, EmbeddedPairs, EvaluatedModels, EvaluationOptions, evaluate, paired_bootstrap
 from xcompat.evaluation.cases import OLD_WITH_MEMORY, WITHOUT_MEMORY
 from xcompat.methods import METHODS
 from xcompat.models import describe_old
 from xcompat.report import Report, ReportContent, load_report
-from xcompat.report.comparison import (
-    Comparison,
-    EvaluatedMethod,
-    ItemCost,
-    Spread,
-    compare,
-    comparison_file,
-    print_comparison,
-    write_comparison,
-)
+from xcompat.report.comparison import Comparison, EvaluatedMethod, ItemCost, Spread, compare, write_comparison
 from xcompat.report.comparison.plots import draw_comparison, draw_item_costs
-from xcompat.report.comparison.tables import summary, tables
+from xcompat.report.comparison.tables import print_comparison, summary, tables
 from xcompat.report.content import Cost
 from xcompat.report.report import build_report
 from xcompat.report.storage import save_report
@@ -59,6 +42,7 @@ from xcompat.training.recipe import examine_recipe, parse_recipe
 ROOT = Path(__file__).resolve().parents[1]
 N_ITEMS, N_CLASSES = 61, 12
 RESAMPLES = 100
+Methods = list[EvaluatedMethod]
 SEEDS = (0, 1, 2)
 NOISE = {"good": 0.2, "fair": 2.0, "bad": 8.0}
 MAP = ("image-to-image", "map")
@@ -82,9 +66,7 @@ def paired(name: str, dim: int, noise: float, seed: int, basis: int = 1) -> Embe
     return EmbeddedPairs(name, Fingerprint.from_string(f"{name} {seed}"), images, texts, np.arange(N_ITEMS), text_ids)
 
 
-def judged(
-    make: type[EmbeddedImages] | type[EmbeddedPairs], noise: float, seed: int, ks: Sequence[int] = (1, 5)
-) -> ReportContent:
+def judged(make: type, noise: float, seed: int, ks: Sequence[int] = (1, 5)) -> ReportContent:
     build = labelled if make is EmbeddedImages else paired
     old, view = build("old", 8, 2.5, seed), build("new", 8, noise, seed)
     new, plain = build("new", 12, noise, seed, 2), build("plain", 12, 0.9, seed, 3)
@@ -96,7 +78,7 @@ def judged(
     return ReportContent(evaluation, contestants, "bct", tsne_pairs=0)
 
 
-def make_contenders(folder: Path, make: type, seeds: Sequence[int] = SEEDS) -> list[EvaluatedMethod]:
+def make_contenders(folder: Path, make: type, seeds: Sequence[int] = SEEDS) -> Methods:
     for name, noise in NOISE.items():
         for seed in seeds:
             save_report(folder / f"seed-{seed}" / name, build_report(judged(make, noise, seed)))
@@ -106,17 +88,17 @@ def make_contenders(folder: Path, make: type, seeds: Sequence[int] = SEEDS) -> l
 
 
 @pytest.fixture(scope="module")
-def contenders(tmp_path_factory: pytest.TempPathFactory) -> list[EvaluatedMethod]:
+def contenders(tmp_path_factory: pytest.TempPathFactory) -> Methods:
     return make_contenders(tmp_path_factory.mktemp("labelled"), EmbeddedImages)
 
 
 @pytest.fixture(scope="module")
-def pair_contenders(tmp_path_factory: pytest.TempPathFactory) -> list[EvaluatedMethod]:
+def pair_contenders(tmp_path_factory: pytest.TempPathFactory) -> Methods:
     return make_contenders(tmp_path_factory.mktemp("pairs"), EmbeddedPairs)
 
 
 @pytest.fixture(scope="module")
-def comparison(contenders: list[EvaluatedMethod]) -> Comparison:
+def comparison(contenders: Methods) -> Comparison:
     return compare("study", contenders, RESAMPLES)
 
 
@@ -125,7 +107,7 @@ def metric_of(report: Report, label: str, key: tuple[str, str]) -> float:
     return case.metrics[key[1]]
 
 
-def test_means_and_deviations_are_those_of_the_reports(comparison: Comparison, contenders: list[EvaluatedMethod]) -> None:
+def test_means_and_deviations_are_those_of_the_reports(comparison: Comparison, contenders: Methods) -> None:
     assert [row.name for row in comparison.rows] == ["old", "independent", *NOISE]
     sides = [(comparison.old.old_gallery, contenders[0], "old/old")]
     sides += [(comparison.independent.old_gallery, contenders[0], "independent/old")]
@@ -143,7 +125,7 @@ def test_means_and_deviations_are_those_of_the_reports(comparison: Comparison, c
     assert comparison.sizes == {"image-to-image": (N_ITEMS - 1, N_ITEMS)}
 
 
-def test_verdicts_and_costs(comparison: Comparison, contenders: list[EvaluatedMethod]) -> None:
+def test_verdicts_and_costs(comparison: Comparison, contenders: Methods) -> None:
     for row, contender in zip(comparison.methods, contenders, strict=True):
         criteria = [report.criterion for report in contender.reports.values()]
         assert row.compatible == sum(each.backward_compatible for each in criteria)
@@ -160,7 +142,7 @@ def test_verdicts_and_costs(comparison: Comparison, contenders: list[EvaluatedMe
     assert len(set().union(*outcomes.values())) > 1
 
 
-def test_known_peak_memory_has_a_column(comparison: Comparison, contenders: list[EvaluatedMethod], tmp_path: Path) -> None:
+def test_known_peak_memory_has_a_column(comparison: Comparison, contenders: Methods, tmp_path: Path) -> None:
     assert not any("memory" in column for column in tables(comparison)[-1].columns), "no report says it"
     peaks = {"good": [1_000, 3_000_000_000, 2_000], "fair": [5_000, 5_000, 4_000], "bad": [7, 7, 7]}
     told = []
@@ -179,7 +161,7 @@ def test_known_peak_memory_has_a_column(comparison: Comparison, contenders: list
     assert table.columns[-1] == "peak\nmemory" and "Peak memory" in table.explanation
     assert [row.cells[-1] for row in table.rows] == ["3.0 GB", "5.0 kB", "–"]
     write_comparison(tmp_path, found)
-    rows = json.loads(comparison_file(tmp_path).read_text())["rows"]
+    rows = json.loads((tmp_path / "comparison" / "compare.json").read_text())["rows"]
     assert [row.get("peak_memory") for row in rows] == [None, None, 3_000_000_000, 5_000, None]
 
 
@@ -201,7 +183,7 @@ def study_of(reports: dict[int, Report]) -> Comparison:
     return compare("study", [EvaluatedMethod("bct", "bct", reports, 0, False, [1.0] * len(reports))], RESAMPLES)
 
 
-def test_cases_that_were_asked_for_have_columns_where_they_were_measured(comparison: Comparison, tmp_path: Path) -> None:
+def test_measured_cases_and_memory_have_columns(comparison: Comparison, tmp_path: Path) -> None:
     contestants = EvaluatedModels(labelled("old", 8, 2.5, 0), labelled("new", 8, 0.2, 0), labelled("new", 8, 0.1, 0))
     report = reported(tmp_path / "report", contestants, old_on_new=True, rerank=5)
     measured = study_of({0: report})
@@ -211,10 +193,7 @@ def test_cases_that_were_asked_for_have_columns_where_they_were_measured(compari
         assert getattr(measured.methods[0], field)[MAP].mean == metric_of(report, label, MAP)
         assert f"mAP\n{column}" in tables(measured)[0].columns
         assert not any(column in name for name in tables(comparison)[0].columns)
-        assert json.loads(comparison_file(tmp_path).read_text())["rows"][-1][field]
-
-
-def test_what_memory_does_has_a_table_where_queries_remember(comparison: Comparison, tmp_path: Path) -> None:
+        assert json.loads((tmp_path / "comparison" / "compare.json").read_text())["rows"][-1][field]
     report = reported(tmp_path / "report", remembering(REMEMBERED))
     measured = study_of({0: report})
     row = measured.methods[0]
@@ -226,7 +205,7 @@ def test_what_memory_does_has_a_table_where_queries_remember(comparison: Compari
     assert f"{100 * with_memory:.1f}" in shown.rows[0].cells
     assert not any("memory" in table.title for table in tables(comparison))
     write_comparison(tmp_path, measured)
-    written = json.loads(comparison_file(tmp_path).read_text())["rows"][-1]
+    written = json.loads((tmp_path / "comparison" / "compare.json").read_text())["rows"][-1]
     assert written["beside_old_with_memory"][MAP[0]][MAP[1]]["low"] == row.beside_old_with_memory[MAP].low
 
 
@@ -245,9 +224,7 @@ def test_a_seed_in_which_nothing_is_remembered_stands_for_itself(tmp_path: Path)
         assert [note for note in study.notes if note.startswith("In 1 of 2 seeds, queries of bct")]
 
 
-def test_gains_are_of_values_averaged_over_seeds(
-    comparison: Comparison, contenders: list[EvaluatedMethod], pair_contenders: list[EvaluatedMethod]
-) -> None:
+def test_gains_are_of_values_averaged_over_seeds(comparison: Comparison, contenders: Methods, pair_contenders: Methods) -> None:
     values = {}
     for contender in contenders:
         for query in ("old", "new"):
@@ -272,7 +249,7 @@ def test_gains_are_of_values_averaged_over_seeds(
                 assert gain.mean == pytest.approx(row.old_gallery[key].mean - each.old.old_gallery[key].mean, abs=1e-6)
 
 
-def test_a_tie_of_stored_values_is_no_loss(contenders: list[EvaluatedMethod]) -> None:
+def test_a_tie_of_stored_values_is_no_loss(contenders: Methods) -> None:
     """Reports hold float32: numbers that cancel in float64 leave some 1e-9 of them."""
     with_tie = []
     for each in contenders:
@@ -290,11 +267,8 @@ def test_a_tie_of_stored_values_is_no_loss(contenders: list[EvaluatedMethod]) ->
     assert gain.low < 0 < gain.high
 
 
-def test_captions_of_one_image_are_drawn_together(pair_contenders: list[EvaluatedMethod]) -> None:
-    alone = [
-        replace(each, reports={seed: replace(report, clusters={}) for seed, report in each.reports.items()})
-        for each in pair_contenders
-    ]
+def test_captions_of_one_image_are_drawn_together(pair_contenders: Methods) -> None:
+    alone = [replace(each, reports={s: replace(r, clusters={}) for s, r in each.reports.items()}) for each in pair_contenders]
     together, apart = compare("study", pair_contenders, RESAMPLES), compare("study", alone, RESAMPLES)
     key, same = ("text-to-image", "recall@1"), ("image-to-text", "recall@1")
     assert together.methods[1].gains[same] == apart.methods[1].gains[same], "every image asks once"
@@ -303,7 +277,7 @@ def test_captions_of_one_image_are_drawn_together(pair_contenders: list[Evaluate
     assert list(together.sizes) == ["image-to-text", "text-to-image"]
 
 
-def test_reports_without_values_per_query_have_no_differences(contenders: list[EvaluatedMethod]) -> None:
+def test_reports_without_values_or_a_ceiling(contenders: Methods) -> None:
     without = {seed: replace(report, ranks={}, average_precision={}) for seed, report in contenders[1].reports.items()}
     bare = replace(contenders[1], reports=without)
     ranks_only = replace(contenders[2], reports={s: replace(r, average_precision={}) for s, r in contenders[2].reports.items()})
@@ -313,8 +287,6 @@ def test_reports_without_values_per_query_have_no_differences(contenders: list[E
     assert any("No differences for fair" in note for note in found.notes)
     assert found.methods[1].old_gallery == compare("study", contenders, RESAMPLES).methods[1].old_gallery
 
-
-def test_without_independent_there_is_no_ceiling(contenders: list[EvaluatedMethod]) -> None:
     def alone(report: Report) -> Report:
         cases = [case for case in report.cases if "independent" not in case.label]
         return replace(report, cases=cases, criterion=replace(report.criterion, new_model_not_hurt=None))
@@ -333,7 +305,7 @@ def changed(contender: EvaluatedMethod, seed: int, **changes: object) -> Evaluat
     return replace(contender, reports={**contender.reports, seed: replace(contender.reports[seed], **changes)})
 
 
-def test_different_protocols_are_refused(contenders: list[EvaluatedMethod]) -> None:
+def test_different_protocols_are_refused(contenders: Methods) -> None:
     first, second, third = contenders
     report = second.reports[1]
     other_old = Fingerprint.from_string("another")
@@ -351,23 +323,14 @@ def test_different_protocols_are_refused(contenders: list[EvaluatedMethod]) -> N
         "their old models are old and old": changed(second, 1, old=replace(report.old, fingerprint=other_old.digest)),
     }
     for message, wrong in cases.items():
-        with pytest.raises(XcompatError, match=message) as refusal:
-            compare("study", [first, wrong, third], RESAMPLES)
-        assert "fair" in str(refusal.value)
-    with pytest.raises(XcompatError, match="nothing to compare"):
-        compare("study", [], RESAMPLES)
-    with pytest.raises(XcompatError, match="no report for any seed"):
-        compare("study", [replace(first, reports={})], RESAMPLES)
+        assert "fair" in refuses(message, compare, "study", [first, wrong, third], RESAMPLES)
+    refuses("nothing to compare", compare, "study", [], RESAMPLES)
+    refuses("no report for any seed", compare, "study", [replace(first, reports={})], RESAMPLES)
 
 
-@pytest.fixture(scope="module", params=["labelled", "pairs"])
-def written(
-    request: pytest.FixtureRequest,
-    contenders: list[EvaluatedMethod],
-    pair_contenders: list[EvaluatedMethod],
-    tmp_path_factory: pytest.TempPathFactory,
-) -> tuple[Comparison, Path]:
-    found = compare("a | <study>", contenders if request.param == "labelled" else pair_contenders, RESAMPLES)
+@pytest.fixture(scope="module", params=["contenders", "pair_contenders"])
+def written(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Comparison, Path]:
+    found = compare("a | <study>", request.getfixturevalue(request.param), RESAMPLES)
     folder = tmp_path_factory.mktemp("written")
     page = write_comparison(folder, found)
     assert page == folder / "comparison" / "compare.html"
@@ -447,8 +410,7 @@ def test_a_comparison_replaces_its_own_at_once(comparison: Comparison, tmp_path:
     assert len(written) == 2
     assert write_comparison(tmp_path, comparison) == page and [path.name for path in tmp_path.iterdir()] == ["comparison"]
     (page.parent / "notes.txt").write_text("a user's")
-    with pytest.raises(XcompatError, match=r"notes.txt was not made by `xcompat compare`; move it, or choose another place$"):
-        write_comparison(tmp_path, comparison)
+    refuses(r"notes.txt was not made by `xcompat compare`; move it", write_comparison, tmp_path, comparison)
     assert (page.parent / "notes.txt").read_text() == "a user's"
 
 
@@ -479,7 +441,7 @@ def test_plots_mark_every_model_between_floor_and_ceiling(comparison: Comparison
         assert (row.own_gallery[MAP].mean * 100, row.old_gallery[MAP].mean * 100) in points
 
 
-def test_costs_per_item_of_maps_of_galleries_are_drawn(contenders: list[EvaluatedMethod], tmp_path: Path) -> None:
+def test_costs_per_item_of_maps_of_galleries_are_drawn(contenders: Methods, tmp_path: Path) -> None:
     plain = [replace(each, item_cost=ItemCost(0, 32, 4_000_000, 3072)) for each in contenders]
     assert draw_item_costs(compare("study", contenders, RESAMPLES)) == {} == draw_item_costs(compare("study", plain, RESAMPLES))
     found = compare("study", [*plain[:2], replace(plain[2], item_cost=ItemCost(5000, 64))], RESAMPLES)
@@ -502,13 +464,12 @@ def test_costs_per_item_are_counted(folder_of: dict[str, str]) -> None:
     layers = [module for module in fct.modules() if isinstance(module, torch.nn.Linear)]
     macs = sum(layer.in_features * layer.out_features for layer in layers)
     assert measure_item_cost(fct) == ItemCost(macs, 4 * (128 + 64))
-    direct = METHODS["bct"].from_encoder(
-        folder_of["clip"], old=describe_old(Fingerprint.from_string("old"), 8), classes=["a", "b"]
-    )
+    old = describe_old(Fingerprint.from_string("old"), 8)
+    direct = METHODS["bct"].from_encoder(folder_of["clip"], old=old, classes=["a", "b"])
     cost, (height, width) = measure_item_cost(direct), direct.processor.image_size
     assert cost.map_macs == 0 and cost.stored_bytes == 32 and cost.image_bytes == 3 * height * width
     assert cost.embed_macs is not None and cost.embed_macs > 10_000
-    free = METHODS["direct"].from_encoder(folder_of["clip"], old=describe_old(Fingerprint.from_string("old"), 8))
+    free = METHODS["direct"].from_encoder(folder_of["clip"], old=old)
     head = sum(each.numel() for name, each in free.named_parameters() if not name.startswith("encoder."))
     assert outside_parameters(free) == head, "what embeddings go through, and nothing of the encoder"
 
@@ -517,8 +478,7 @@ def test_what_lies_where_a_comparison_goes_is_seen_before_the_study_is_run(tmp_p
     (tmp_path / "run" / "comparison").mkdir(parents=True)
     (tmp_path / "run" / "comparison" / "notes.txt").write_text("a user's")
     raw = raw_recipe(tmp_path, "./nowhere", "./nowhere", pairs_folder, embeddings_of="images") | {"method": "ridge"}
-    with pytest.raises(XcompatError, match="notes.txt was not made by `xcompat compare`"):
-        compare_recipe(parse_recipe(raw, "study", "study.yaml"))
+    refuses("notes.txt was not made by `xcompat compare`", compare_recipe, parse_recipe(raw, "study", "study.yaml"))
 
 
 @pytest.mark.usefixtures("undrawn")
@@ -592,8 +552,7 @@ def test_few_steps_are_less_than_a_pass_or_the_warm_up(log: Any, warmup: float, 
 def test_all_recipes_of_a_folder_are_compared_with_one_more_stage(tmp_path: Path) -> None:
     folder = tmp_path / "bench"
     folder.mkdir()
-    with pytest.raises(XcompatError, match="bench contains no recipe; choose a folder of YAML files"):
-        load_to_compare(folder, [])
+    refuses("bench contains no recipe; choose a folder of YAML files", load_to_compare, folder, [])
     (tmp_path / "texts.txt").write_text("a dog\na cat\n")
     text = f"data: {{texts: [{{path: {tmp_path}/texts.txt}}]}}\nold: ./old\nnew: ./new\nstages: [{{name: line, method: ridge}}]\n"
     for name in ("b", "a"):
@@ -606,11 +565,9 @@ def test_all_recipes_of_a_folder_are_compared_with_one_more_stage(tmp_path: Path
     assert (first.name, second.name) == ("a", "b") and first.seeds == [0, 1]
     assert [(stage.name, stage.method) for stage in first.stages] == [("line", "ridge"), ("mine", "procrustes")]
     assert first.stages[1].old == first.stages[0].old and first.stages[1].options == {"centre": True}
-    with pytest.raises(XcompatError, match=r"two recipes write to .*x; give each its own output_dir"):
-        load_to_compare(folder, [f"output_dir={tmp_path}/x"])
+    refuses(r"two recipes write to .*x; give each its own output_dir", load_to_compare, folder, [f"output_dir={tmp_path}/x"])
     (folder / "a.yaml").write_text("method: ridge\n")
-    with pytest.raises(XcompatError, match="cannot add a stage: .* has no list of stages"):
-        load_to_compare(folder / "a.yaml", [], tmp_path / "mine.yaml")
+    refuses("cannot add a stage: .* has no list of stages", load_to_compare, folder / "a.yaml", [], tmp_path / "mine.yaml")
 
 
 def test_a_class_of_an_extra_stage_is_beside_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -628,12 +585,7 @@ def test_a_class_of_an_extra_stage_is_beside_its_file(tmp_path: Path, monkeypatc
 
 
 def test_the_leaderboard_is_what_the_comparisons_say(
-    comparison: Comparison,
-    contenders: list[EvaluatedMethod],
-    pair_contenders: list[EvaluatedMethod],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    contenders: Methods, pair_contenders: Methods, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     import leaderboard
@@ -641,11 +593,14 @@ def test_the_leaderboard_is_what_the_comparisons_say(
     runs, kept = tmp_path / "runs", tmp_path / "kept"
     kept.mkdir()
     monkeypatch.setattr(leaderboard, "KEPT", kept)
-    write_comparison(runs / "classes", comparison)
-    save_a_report(runs / "classes", contenders)
+
+    def keep(protocol: str, methods: Methods) -> None:
+        save_report(runs / protocol / "seed-0" / contenders[0].name / "report", methods[0].reports[0])
+        write_comparison(runs / protocol, compare(protocol, methods, RESAMPLES))
+
+    keep("classes", contenders)
+    keep("pairs", pair_contenders)
     monkeypatch.setattr(leaderboard, "TABLES", {"one": ("classes", "pairs"), "two": ("elsewhere",)})
-    write_comparison(runs / "pairs", compare("pairs", pair_contenders, RESAMPLES))
-    save_a_report(runs / "pairs", pair_contenders)
     found = leaderboard.studies(runs)
     head, _, *rows = leaderboard.table(found)
     assert head.count("queries") == 3 and "| pairs, text-to-image, " in head, "one direction of images, two of pairs"
@@ -670,8 +625,7 @@ def test_the_leaderboard_is_what_the_comparisons_say(
     leaderboard.main(runs)
     assert table in capsys.readouterr().out
     fewer = [replace(each, reports={0: each.reports[0]}) for each in contenders[1:]]
-    write_comparison(runs / "classes", compare("classes", fewer, RESAMPLES))
-    save_a_report(runs / "classes", contenders)
+    keep("classes", fewer)
     lost = f"seed 1, seed 2, {contenders[0].name}"
     with pytest.raises(SystemExit, match=f"classes: {lost} would be lost; run them too, use --add .*classes.json"):
         leaderboard.main(runs, write=True)
@@ -681,14 +635,8 @@ def test_the_leaderboard_is_what_the_comparisons_say(
 
     # one method alone, run again with all seeds: its row is replaced, and the others stay
     again = replace(contenders[1], reports=contenders[2].reports)
-    write_comparison(runs / "classes", compare("classes", [again], RESAMPLES))
+    keep("classes", [again])
     leaderboard.main(runs, write=True, add=True)
     before, after = found["classes"]["rows"], {row["name"]: row for row in leaderboard.kept()["classes"]["rows"]}
     assert len(after) == len(before) and after[contenders[0].name] == before[0]
     assert after[again.name]["gain"] == after[contenders[2].name]["gain"] != before[1]["gain"]
-
-
-def save_a_report(protocol: Path, contenders: list[EvaluatedMethod]) -> None:
-    folder = protocol / "seed-0" / contenders[0].name / "report"
-    folder.mkdir(parents=True)
-    save_report(folder, contenders[0].reports[0])

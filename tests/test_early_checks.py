@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import socket
 import sqlite3
-from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import write_photos
+from conftest import Run, store, write_embeds, write_photos
 from test_index_gallery import write_index
 
 from xcompat import Fingerprint
@@ -82,13 +81,13 @@ MISTAKES = {
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return a folder with what the mistakes name."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     write_photos(tmp_path / "photos", 4)
     write_index(tmp_path / "index.faiss", np.eye(4, dtype=np.float32))
+    ids = [f"{number:02}.png" for number in range(4)]
     for name, lines in {
-        "ids.txt": [f"{number:02}.png" for number in range(4)],
+        "ids.txt": ids,
         "other.txt": [f"x{number}" for number in range(4)],
         "short.txt": ["00.png", "01.png"],
         "few.txt": ["hat", "cup"],
@@ -98,24 +97,19 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, kind in (("enc", "clip"), ("own", "xcompat-ridge")):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps({"model_type": kind}))
-    for name in ("empty", "taken", "bare"):
+    for name in ("empty", "taken"):
         (tmp_path / name).mkdir()
     (tmp_path / "taken" / "note.txt").write_text("mine")
     hits = [{"_id": f"{number:02}.png", "_source": {"sku": "s", "title_vector": [number, 1.0]}} for number in range(4)]
     (tmp_path / "dump.json").write_text(json.dumps({"hits": {"hits": hits}}))
-    np.save(tmp_path / "bare" / "image_embeds.npy", np.eye(4, dtype=np.float32))
-    (tmp_path / "bare" / "image_ids.txt").write_text((tmp_path / "ids.txt").read_text())
-    with Gallery.create(tmp_path / "gallery", Fingerprint.from_string("old"), dim=4) as gallery:
-        gallery.add(np.eye(4, dtype=np.float32), [f"{number:02}.png" for number in range(4)])
-        gallery.commit()
+    write_embeds(tmp_path / "bare", ids, image=np.eye(4, dtype=np.float32))
+    store(Gallery.create(tmp_path / "gallery", Fingerprint.from_string("old"), dim=4), np.eye(4, dtype=np.float32), ids).close()
     sqlite3.connect(tmp_path / "shop.db").close()
     return tmp_path
 
 
 @pytest.mark.parametrize("line", MISTAKES)
-def test_a_mistake_is_found_before_a_model_is_loaded(
-    line: str, place: Path, run_xcompat: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mistakes_are_found_first(line: str, place: Path, run_xcompat: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("datasets.load_dataset", lambda *_, **__: pytest.fail("the Hub is asked"))
     monkeypatch.setattr("xcompat.encoders.load_encoder", lambda *_, **__: pytest.fail("a model is loaded"))
     with closing(socket.create_server(("127.0.0.1", 0))) as other:

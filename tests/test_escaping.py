@@ -103,18 +103,18 @@ def structure(text: str) -> list[Any]:
     """Return everything that Markdown makes of a text but text itself."""
     tokens = MarkdownIt("commonmark", {"html": True}).enable(["table", "strikethrough"]).parse(text)
     inner = [each for token in tokens for each in (token, *(token.children or []))]
-    return [
-        (token.type, token.tag, sorted(token.attrs)) for token in inner if token.type not in ("text", "inline", "text_special")
-    ]
+    texts = ("text", "inline", "text_special")
+    return [(token.type, token.tag, sorted(token.attrs)) for token in inner if token.type not in texts]
 
 
 @settings(max_examples=30)
 @given(name=hostile)
-def test_a_page_holds_the_elements_of_its_template_alone(name: str, report: Report) -> None:
+def test_pages_hold_the_elements_of_their_template_alone(name: str, report: Report) -> None:
     plots = {"cases-0.png": b"", "recall-0.png": b""}
     assert elements(render_html(called(report, name), plots)) == elements(render_html(called(report, PLAIN), plots))
     texts = [judged(called(report, each)) for each in (name, PLAIN)]
     assert elements(render_html(texts[0], plots)) == elements(render_html(texts[1], plots))
+    assert structure(render_markdown(called(report, name))) == structure(render_markdown(called(report, PLAIN)))
 
 
 @given(name=hostile)
@@ -124,12 +124,6 @@ def test_a_text_is_text(name: str) -> None:
     table = "| a | b |\n|---|---|\n| {} | {} |"
     assert structure(table.format(as_text(name), as_code(name))) == structure(table.format("a", "`b`"))
     assert [token.type for token in MarkdownIt().parse(as_block(f"x\n{name}", "yaml"))] == ["fence"]
-
-
-@settings(max_examples=30)
-@given(name=hostile)
-def test_results_hold_the_structure_of_their_template_alone(name: str, report: Report) -> None:
-    assert structure(render_markdown(called(report, name))) == structure(render_markdown(called(report, PLAIN)))
 
 
 FACTS: dict[str, dict[str, Any]] = {
@@ -183,10 +177,9 @@ def printed(show: Callable[[Console], None]) -> str:
 def test_the_terminal_obeys_no_name(name: str, report: Report) -> None:
     """Without colours nothing that is printed is a control sequence: links and titles are ones too."""
     first = Ancestor(name, name, name, 8, older=[Ancestor(name, "", broken=name)])
-    shown = printed(lambda console: print_report(called(report, name), console)) + printed(
-        lambda console: console.print(draw(first))
-    )
-    assert visible(shown) == shown
+    for show in (lambda console: print_report(called(report, name), console), lambda console: console.print(draw(first))):
+        shown = printed(show)
+        assert visible(shown) == shown
 
 
 @given(name=hostile)
