@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
-from conftest import ARCHITECTURES
+from conftest import ARCHITECTURES, refuses
 from PIL import Image
 from schedule import METHOD_OF_EACH_KIND, mostly_nightly_rows
 from test_models import TRAINED, TRIPLETS, batch_for, build
@@ -26,24 +26,12 @@ from torch.utils._pytree import tree_leaves
 from transformers import Trainer, TrainerControl, TrainerState, training_args
 from transformers.utils import import_utils
 
-from xcompat import Fingerprint
+from xcompat import Fingerprint, evaluation
 from xcompat.core.errors import XcompatError
 from xcompat.core.precision import default_autocast, resolve_autocast
 from xcompat.data import load_pairs
 from xcompat.embeddings.embed import decoding_options, embed_images, embed_texts
-from xcompat.evaluation import (
-    EmbeddedImages,
-    EmbeddedPairs,
-    EmbeddedTexts,
-    EvaluatedModels,
-    EvaluationOptions,
-    cmc,
-    evaluate,
-    linear_cka,
-    mean_average_precision,
-    recall_at_k,
-    scores,
-)
+from xcompat.evaluation import EmbeddedImages, EmbeddedPairs, EmbeddedTexts, EvaluatedModels, EvaluationOptions, evaluate
 from xcompat.evaluation.scores import ExactRows
 from xcompat.methods import nccl
 from xcompat.models import kmeans
@@ -129,9 +117,7 @@ def move(module: nn.Module) -> None:
         lambda name, options: bool(options) or name in (*METHOD_OF_EACH_KIND, "rbt"),
     ),
 )
-def test_a_loss_is_computed_where_the_model_is(
-    method: str, options: dict[str, Any], folder_of: dict[str, str], images: list[Image.Image]
-) -> None:
+def test_losses_stay_on_gpus(method: str, options: dict[str, Any], folder_of: dict[str, str], images: list[Image.Image]) -> None:
     """Such tensors have no numbers, so a step that waits for the GPU to read one fails."""
     model = build(method, folder_of, **options).train()
     batch = batch_for(model, images)
@@ -153,13 +139,25 @@ def test_embeddings_are_computed_where_the_model_is(kind: str, folder_of: dict[s
             assert embeds.device == GPU and embeds.dtype == torch.float32
 
 
-def test_views_of_a_batch_are_embedded_where_the_model_is(folder_of: dict[str, str]) -> None:
+def test_views_and_siglip2_run_where_the_model_is(folder_of: dict[str, str]) -> None:
     old = load_embedder(folder_of["clip"])
     view = torch.zeros(2, 3, 40, 40, dtype=torch.uint8)
     with FakeTensorMode(allow_non_fake_inputs=True):
         move(old.model)
         columns = OnlineEmbedder({"old_embeds": old}).embed({VIEW: on_gpu(view), FROZEN: {}})
         assert columns.keys() == {"old_embeds"} and columns["old_embeds"].device == GPU
+    encoder = load_embedder(folder_of["siglip2"]).model
+    asked: dict[str, Tensor] = {}
+
+    def get_image_features(**given: Tensor) -> SimpleNamespace:
+        asked.update(given)
+        return SimpleNamespace(pooler_output=given["pixel_values"].sum(dim=1))
+
+    encoder.model.get_image_features = get_image_features
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        encoder.image_features(torch.ones(2, 3, 32, 32, device=GPU))
+    assert asked["pixel_values"].device == asked["pixel_attention_mask"].device == GPU
+    assert asked["spatial_shapes"].device.type == "cpu"
 
 
 def test_frozen_models_compute_in_bfloat16_on_cards_that_can(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,9 +191,7 @@ IN_FLOAT32 = {"CUDA": ("ieee", False), "convolutions": ("ieee", False), "all": (
 
 
 @pytest.mark.parametrize(("tf32", "expected"), [(None, IN_TF32), (True, IN_TF32), (False, IN_FLOAT32)])
-def test_training_multiplies_in_tf32_on_cuda_alone(
-    tf32: bool | None, expected: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_training_uses_tf32_on_cuda_alone(tf32: bool | None, expected: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Trainer, "train", lambda _: products())
     training = object.__new__(trainer.StageTrainer)
     training.args = SimpleNamespace(seed=0, tf32=tf32)
@@ -240,24 +236,6 @@ def test_float32_embeddings_have_no_products_in_tf32(
         move(embedder.model)
         embedder.embed({})
     assert seen == [before, before | IN_FLOAT32 if exact else before] and products() == before
-
-
-def test_siglip2_reads_sizes_where_no_gpu_is_waited_for(folder_of: dict[str, str]) -> None:
-    encoder = load_embedder(folder_of["siglip2"]).model
-    asked: dict[str, Tensor] = {}
-
-    def get_image_features(**given: Tensor) -> SimpleNamespace:
-        asked.update(given)
-        return SimpleNamespace(pooler_output=given["pixel_values"].sum(dim=1))
-
-    encoder.model.get_image_features = get_image_features
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        encoder.image_features(torch.ones(2, 3, 32, 32, device=GPU))
-    assert {name: tensor.device for name, tensor in asked.items()} == {
-        "pixel_values": GPU,
-        "pixel_attention_mask": GPU,
-        "spatial_shapes": torch.device("cpu"),
-    }
 
 
 class Elsewhere(Embedder):
@@ -319,9 +297,7 @@ def test_galleries_of_a_gpu_hold_what_a_cpu_s_hold(
 
 
 @pytest.mark.parametrize("kind", ["a text", "an image"])
-def test_a_query_is_embedded_where_the_model_is(
-    kind: str, folder_of: dict[str, str], images: list[Image.Image], tmp_path: Path
-) -> None:
+def test_queries_run_where_the_model_is(kind: str, folder_of: dict[str, str], images: list[Image.Image], tmp_path: Path) -> None:
     images[0].save(tmp_path / "a.png")
     model = build("xbt", folder_of)
     embedder = Embedder(model, model.processor, model.stored_fingerprint(), model.stored_dim)
@@ -425,15 +401,31 @@ def test_evaluations_on_a_gpu_are_those_of_a_cpu(case: str) -> None:
     assert gpu.copied and not {16, 20, 24} & {shape[-1] for shape in gpu.copied if len(shape) > 1}, "no embeddings leave it"
 
 
-def test_embeddings_on_a_gpu_are_ranked_there() -> None:
+def test_ranks_and_cka_on_a_gpu() -> None:
     images = embedded_images(16)
     rows, labels = (images.query_embeds_QD, images.gallery_embeds_GD), (images.query_labels, images.gallery_labels)
-    measures: list[Callable[..., object]] = [recall_at_k, cmc, mean_average_precision]
+    measures: list[Callable[..., object]] = [evaluation.recall_at_k, evaluation.cmc, evaluation.mean_average_precision]
     wanted = [measure(*rows, *labels) for measure in measures]
     with PretendedGpu() as gpu:
         there = [torch.from_numpy(part).to(GPU) for part in rows]
         assert [measure(*there, *labels) for measure in measures] == wanted
     assert gpu.copied and all(len(shape) == 1 for shape in gpu.copied), "only ranks and scores leave it"
+    x_ND, y_Ne = random_rows(9000, 16), random_rows(9000, 24)
+    y_Ne[:, :8] += x_ND[:, :8]
+    linear_cka = evaluation.linear_cka
+    wanted = linear_cka(x_ND, y_Ne)
+    with PretendedGpu() as gpu:
+        there = torch.from_numpy(x_ND).to(GPU)
+        for found in (
+            linear_cka(x_ND, y_Ne, GPU),
+            linear_cka(there, y_Ne),
+            linear_cka(there, there.clone()),
+        ):
+            assert found == pytest.approx(1 if found > 0.99 else wanted, abs=1e-12)
+        assert gpu.copied and all(shape in {(16, 16), (24, 24), (24, 16)} for shape in gpu.copied), "only products leave it"
+        for wrong in (there[0], there[:0], there / 0):
+            with pytest.raises(XcompatError):
+                linear_cka(wrong, y_Ne)
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
@@ -446,15 +438,20 @@ def test_rows_on_a_gpu_have_the_bits_of_a_cpu(dtype: type, monkeypatch: pytest.M
         for part in (slice(3, 40), np.array([7, 49, 0])):
             block = there.block(part)
             assert block.device == GPU and torch.equal(block.cpu(), here.block(part))
-        monkeypatch.setattr(scores, "_MOST_BYTES", 0)  # then blocks are made on the CPU
+        monkeypatch.setattr(evaluation.scores, "_MOST_BYTES", 0)  # then blocks are made on the CPU
         assert torch.equal(ExactRows(rows, "rows", GPU).block(slice(3, 40)).cpu(), here.block(slice(3, 40)))
         monkeypatch.undo()
         rows[3, 0] = np.nan
-        with pytest.raises(XcompatError, match="NaN or infinite numbers in rows"):
-            ExactRows(rows, "rows", GPU)
+        refuses("NaN or infinite numbers in rows", ExactRows, rows, "rows", GPU)
 
 
-def test_a_draw_from_a_bank_is_copied_through_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_entropies_and_draws_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    old = OldKnowledge(5, np.arange(50) % 5, random_rows(50, 8))
+    wanted = nccl.class_entropies(old)
+    monkeypatch.setattr(nccl, "device", lambda: GPU)
+    with PretendedGpu() as gpu:
+        found = nccl.class_entropies(old)
+    assert np.array_equal(found[0], wanted[0]) and gpu.copied == [(50,), (50,)]
     bank, pinned = DrawnBank(random_rows(4, 8), 3), list[torch.Size]()
 
     def pin(tensor: Tensor) -> Tensor:
@@ -465,29 +462,6 @@ def test_a_draw_from_a_bank_is_copied_through_pinned_memory(monkeypatch: pytest.
     with PretendedGpu():
         bank_Kd, rows_K = bank.read_sample(GPU)
         assert bank_Kd.device == rows_K.device == GPU and pinned == [bank_Kd.shape, rows_K.shape] == [(3, 8), (3,)]
-
-
-def test_entropies_of_classes_are_computed_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    old = OldKnowledge(5, np.arange(50) % 5, random_rows(50, 8))
-    wanted = nccl.class_entropies(old)
-    monkeypatch.setattr(nccl, "device", lambda: GPU)
-    with PretendedGpu() as gpu:
-        found = nccl.class_entropies(old)
-    assert np.array_equal(found[0], wanted[0]) and gpu.copied == [(50,), (50,)]
-
-
-def test_cka_is_computed_on_a_gpu() -> None:
-    x_ND, y_Ne = random_rows(9000, 16), random_rows(9000, 24)
-    y_Ne[:, :8] += x_ND[:, :8]
-    wanted = linear_cka(x_ND, y_Ne)
-    with PretendedGpu() as gpu:
-        there = torch.from_numpy(x_ND).to(GPU)
-        for found in (linear_cka(x_ND, y_Ne, GPU), linear_cka(there, y_Ne), linear_cka(there, there.clone())):
-            assert found == pytest.approx(1 if found > 0.99 else wanted, abs=1e-12)
-        assert gpu.copied and all(shape in {(16, 16), (24, 24), (24, 16)} for shape in gpu.copied), "only products leave it"
-        for wrong in (there[0], there[:0], there / 0):
-            with pytest.raises(XcompatError):
-                linear_cka(wrong, y_Ne)
 
 
 @pytest.mark.parametrize("case", ["started", "drawn", "a centroid without rows"])
@@ -529,9 +503,7 @@ def test_processes_ask_each_other_whether_to_stop_where_the_loss_is_logged(monke
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_that_comes_while_the_processes_ask_each_other_is_not_lost(
-    monkeypatch: pytest.MonkeyPatch, number: signal.Signals
-) -> None:
+def test_a_signal_between_questions_is_not_lost(monkeypatch: pytest.MonkeyPatch, number: signal.Signals) -> None:
     def ask(mine: Tensor) -> Tensor:
         if not sent:
             sent.append(number)

@@ -1,7 +1,8 @@
-"""Two processes train on what one would, to the same losses and weights, and embed the same caches."""
+"""Two processes train on what one would, to the same losses; a compiled training step is a single graph with the plain loss."""
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 import os
@@ -17,20 +18,25 @@ import torch
 import torch.distributed as dist
 import warm
 import yaml
-from conftest import write_photos
+from conftest import raw_recipe, recipe_of, write_photos
 from data_layouts.images import write_classes
+from PIL import Image
 from safetensors.torch import load_file
 from schedule import mostly_nightly, mostly_nightly_rows
 from test_loading import png, write_shard
+from test_models import CLASSIFIED, TRAINED, TRIPLETS, batch_for, build
+from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
+from torch._dynamo.utils import counters
 from torch.nn.parallel import DistributedDataParallel
 
 from xcompat import Fingerprint
 from xcompat.data import load_labelled
 from xcompat.methods import METHODS
-from xcompat.models import describe_old
+from xcompat.models import CompatModel, describe_old
 from xcompat.models.old_knowledge import OldKnowledge
 from xcompat.training import trainer
 from xcompat.training.checkpoints import last_complete_checkpoint
+from xcompat.training.run import run_recipe
 from xcompat.training.stage_recipe import StageRecipe
 from xcompat.training.training_sets import labelled_data
 
@@ -79,7 +85,6 @@ main()
 
 
 def write_shards(folder: Path, lengths: list[int]) -> str:
-    """Write pairs numbered from 0 into shards of the given lengths."""
     folder.mkdir()
     numbers = itertools.count()
     for shard, length in enumerate(lengths):
@@ -227,15 +232,11 @@ def stream_batches(run: Path, name: str, ranks: int) -> list[list[list[int]]]:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_stream_gives_every_sample_once_in_a_pass(ranks: int, runs: tuple[Path, Path]) -> None:
+def test_streams_lose_and_repeat_nothing(ranks: int, runs: tuple[Path, Path]) -> None:
     for name in ("stream", "stream_one_shard"):
         batches = stream_batches(runs[ranks - 1], name, ranks)
         order = [number for rank in batches for batch in rank for number in batch]
         assert sorted(order) == list(range(32)) != order, name
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_ranks_with_unequal_shards_gather_equal_batches_and_lose_nothing(ranks: int, runs: tuple[Path, Path]) -> None:
     batches = stream_batches(runs[ranks - 1], "stream_uneven", ranks)
     assert {len(batch) for rank in batches for batch in rank} == {8 // ranks}
     times = Counter(number for rank in batches for batch in rank for number in batch)
@@ -321,8 +322,6 @@ def test_ddp_sends_once_what_never_changes(method: str, image_folder_of: dict[st
 
 
 class CountedRows:
-    """Embeddings that count the rows that are read."""
-
     def __init__(self, rows: np.ndarray) -> None:
         self.rows, self.shape, self.read = rows, rows.shape, 0
 
@@ -418,7 +417,7 @@ def test_the_discriminator_sees_the_batch_of_all_processes(folder_of: dict[str, 
         torch.testing.assert_close(found, wanted, atol=1e-6, rtol=1e-4)
 
 
-def test_ctrl_c_stops_both_ranks_after_the_same_step(runs: tuple[Path, Path], tmp_path: Path) -> None:
+def test_ctrl_c_and_errors_stop_both_ranks(runs: tuple[Path, Path], tmp_path: Path) -> None:
     raw = yaml.safe_load((runs[0].parent / "r.yaml").read_text())
     raw |= {"output_dir": str(tmp_path / "run"), "cache_dir": str(tmp_path / "cache"), "evaluation": None}
     raw["stages"] = raw["stages"][:1]
@@ -437,10 +436,106 @@ def test_ctrl_c_stops_both_ranks_after_the_same_step(runs: tuple[Path, Path], tm
     kept = last_complete_checkpoint(checkpoints)
     assert kept is not None and {f"rng_state_{rank}.pth" for rank in range(2)} <= {path.name for path in kept.iterdir()}
     assert f"interrupted at step {kept.name.split('-')[1]}; a checkpoint is kept" in done.stderr
-
-
-def test_an_error_is_one_line_of_the_first_rank(tmp_path: Path) -> None:
     done = warm.run("-m", "xcompat", "train", "nowhere.yaml", folder=tmp_path, ranks=2)
     assert done.returncode != 0
     lines = [line for line in done.stderr.splitlines() if line.startswith("xcompat: ")]
     assert len(lines) == 1 and "the recipe nowhere.yaml does not exist" in lines[0]
+
+
+FAST = {"bct", "fct", "query_map", "advbct"}
+
+
+def assert_same_loss(model: CompatModel, batch: dict[str, torch.Tensor]) -> None:
+    torch._dynamo.reset()
+    losses = []
+    for step in (model, torch.compile(model, fullgraph=True, backend="eager")):
+        torch.manual_seed(0)
+        losses.append(step(**batch).loss)
+    torch.testing.assert_close(losses[1], losses[0])
+
+
+STEPS = mostly_nightly_rows(
+    [*((name, {}) for name in TRAINED), *((name, each) for name in CLASSIFIED for each in TRIPLETS)],
+    lambda name, triplets: name in (["bct"] if triplets else FAST),
+)
+
+
+@pytest.mark.parametrize(("method", "options"), STEPS)
+def test_steps_are_one_graph(method: str, options: dict[str, Any], folder_of: dict[str, str], images: list[Image.Image]) -> None:
+    more = {"logit_weight": 0.0} if method == "nccl" and options else {}
+    model = build(method, folder_of, **options, **more).train()
+    assert_same_loss(model, batch_for(model, images))
+
+
+@pytest.mark.parametrize("method", ["advbct", "fct"])
+def test_progress_compiles_a_step_at_most_twice_more(method: str, folder_of: dict[str, str], images: list[Image.Image]) -> None:
+    model, counter = build(method, folder_of).train(), CompileCounter()
+    batch, step = batch_for(model, images), torch.compile(model, fullgraph=True, backend=counter)
+    torch._dynamo.reset()
+    for number in range(12):
+        model.train()
+        model.progress = number / 12
+        wanted = model(**batch).loss
+        torch.testing.assert_close(step(**batch).loss, wanted)
+    assert counter.frame_count <= 3
+
+
+def test_a_drawn_bank_is_an_operator_of_one_graph(folder_of: dict[str, str], images: list[Image.Image]) -> None:
+    torch._dynamo.reset()
+    model = build("query_map", folder_of, bank_size=3).train()
+    batch, counter = batch_for(model, images), CompileCounterWithBackend("aot_eager_decomp_partition")
+    trajectories = []
+    for step in (model, torch.compile(model, fullgraph=True, backend=counter)):
+        torch.manual_seed(0)
+        losses = []
+        for _ in range(3):
+            model.zero_grad()
+            losses.append(step(**batch).loss)
+            losses[-1].backward()
+        trajectories.append((losses, [parameter.grad for parameter in model.parameters()], torch.rand(1)))
+        assert len(set(losses)) == 3, "each step draws its own rows"
+    torch.testing.assert_close(trajectories[1], trajectories[0])
+    assert counter.frame_count == 1
+    assert copy.deepcopy(model).drawn_bank is model.drawn_bank
+
+
+PHI = {"name": "phi", "method": "projection"}
+BY_RECIPE = {"bct": [{"method": "bct"}], "fct": [{"method": "fct"}], "xbt": [PHI, {"method": "xbt", "projection": "stage:phi"}]}
+
+
+@pytest.mark.parametrize("method", mostly_nightly(list(BY_RECIPE), "bct".__eq__))
+def test_a_recipe_compiles_its_training_steps_without_breaks(
+    method: str,
+    folder_of: dict[str, str],
+    old_folder: str,
+    image_folder_of: dict[str, str],
+    pairs_folder: str,
+    texts_file: str,
+    tmp_path: Path,
+) -> None:
+    torch._dynamo.reset()
+    counters.clear()
+    on_captions = {"pairs": {"path": pairs_folder}, "texts": [{"path": texts_file}]}
+    on_classes = {"images": {"path": pairs_folder, "label_column": "caption"}}
+    new = folder_of["clip"] if method == "xbt" else image_folder_of["resnet"]
+    raw = raw_recipe(tmp_path, old_folder, new, pairs_folder)
+    raw |= {"data": on_captions if method == "xbt" else on_classes, "evaluation": None, "stages": BY_RECIPE[method]}
+    training = {"max_steps": 3, "per_device_train_batch_size": 4, "torch_compile": True, "torch_compile_backend": "eager"}
+    recipe = recipe_of(raw, training=training)
+    assert all(stage.training["torch_compile"] for stage in recipe.stages)
+    run_recipe(recipe)
+    assert not counters["graph_break"] and counters["frames"]["ok"] == counters["frames"]["total"]
+    assert counters["stats"]["unique_graphs"] == {"bct": 1, "fct": 3, "xbt": 2}[method], "progress compiles fct twice more"
+
+
+def compile_on_a_rank(rank: int, folders: dict[str, str], images: list[Image.Image], store: str) -> None:
+    join_group(rank, store)
+    for method in ("xbt", "advbct"):
+        model = build(method, folders).train()
+        assert_same_loss(model, batch_for(model, images))
+    dist.destroy_process_group()
+
+
+@pytest.mark.nightly
+def test_gathering_steps_are_a_single_graph(folder_of: dict[str, str], images: list[Image.Image], tmp_path: Path) -> None:
+    warm.spawn(compile_on_a_rank, (dict(folder_of), images, str(tmp_path)))

@@ -13,14 +13,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from conftest import Run
-from test_engines import OLD_DIM, files_in, lists, save_map, write_lance
+from test_engines import files_in, lists, save_map, write_lance
 
 from xcompat.engines import iceberg, lance, sources
 from xcompat.models.embedder import load_checkpoint
 from xcompat.stores.mapping import Mapping
 
 pytest.importorskip("lancedb")
-ROWS = 230
+N, OLD_DIM = 230, 16
 
 
 @pytest.fixture(scope="module")
@@ -28,27 +28,19 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return save_map(tmp_path_factory.mktemp("map") / "map", seed=0)
 
 
-@pytest.fixture(scope="module")
-def vectors() -> np.ndarray:
-    return np.random.default_rng(0).standard_normal((ROWS, OLD_DIM)).astype(np.float32)
-
-
 @pytest.fixture
 def embed(run_xcompat: Run, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Return a function that runs ``xcompat embed`` on parts of 60 rows."""
     monkeypatch.setattr(sources, "PART_ROWS", 60)
     return Run(run_xcompat, "embed")
 
 
 @pytest.mark.parametrize("store", ["", "file-object-store://"])
-def test_a_lance_table_gives_what_its_rows_in_parquet_give(
-    embed: Run, model: str, vectors: np.ndarray, tmp_path: Path, store: str
-) -> None:
+def test_lance_tables_equal_rows_in_parquet(embed: Run, model: str, vectors: np.ndarray, tmp_path: Path, store: str) -> None:
     place = f"{store}{tmp_path}/items.lance"
     write_lance(place, vectors)
-    code, out, error = embed(place, "--model", model, "--out", tmp_path / "out")
-    assert code == 0 and not error and "holds 185 embeddings" in out and "in 4 files" in out
-    left = lists(vectors).filter(pa.array([row % 100 >= 15 for row in range(ROWS)]))
+    out = embed.output(place, "--model", model, "--out", tmp_path / "out")
+    assert "holds 185 embeddings" in out and "in 4 files" in out
+    left = lists(vectors).filter(pa.array([row % 100 >= 15 for row in range(N)]))
     pq.write_table(left, tmp_path / "items.parquet", row_group_size=60)
     embed.output(tmp_path / "items.parquet", "--model", model, "--out", tmp_path / "same")
     one, same = (pq.read_table(tmp_path / name) for name in ("out", "same"))
@@ -64,15 +56,13 @@ def test_a_run_on_a_lance_table_keeps_its_version(embed: Run, model: str, vector
         (out / f"part-{number:06}.parquet").unlink()
     table.add(lists(vectors[:7]))
     table.delete("price = 20")
-    code, _, error = embed(place, "--model", model, "--out", out)
-    newest = f"{place}?version={table.version}"
-    assert code == 2 and f"was started with {pinned}, not {newest}; use the same input to continue" in error
-    code, said, _ = embed(pinned, "--model", model, "--out", out)
-    assert code == 0 and "120 computed in" in said and files_in(out) == whole
+    error = embed.refusal(place, "--model", model, "--out", out)
+    assert f"was started with {pinned}, not {place}?version={table.version}; use the same input to continue" in error
+    assert "120 computed in" in embed.output(pinned, "--model", model, "--out", out) and files_in(out) == whole
     shutil.rmtree(place)
     write_lance(place, vectors[::-1])
-    code, _, error = embed(place, "--model", model, "--out", out)
-    assert code == 2 and f"items.lance?version=4 has changed since {out} was started" in error, "another table in its place"
+    error = embed.refusal(place, "--model", model, "--out", out)
+    assert f"items.lance?version=4 has changed since {out} was started" in error, "another table in its place"
 
 
 @pytest.mark.parametrize(
@@ -86,9 +76,7 @@ def test_a_run_on_a_lance_table_keeps_its_version(embed: Run, model: str, vector
         ("nulls.lance", "nulls.lance?version=1, 3 rows from 1 on: missing id after row 0; give every row an id"),
     ],
 )
-def test_mistakes_about_a_lance_table_are_one_line(
-    embed: Run, model: str, vectors: np.ndarray, tmp_path: Path, named: str, said: str
-) -> None:
+def test_mistakes_about_lance_tables(embed: Run, model: str, vectors: np.ndarray, tmp_path: Path, named: str, said: str) -> None:
     import lancedb
 
     write_lance(tmp_path / "items.lance", vectors)
@@ -111,39 +99,29 @@ def table(tmp_path: Path, vectors: np.ndarray) -> Any:
     return made
 
 
-def test_the_files_of_one_version_of_an_iceberg_table_are_read(
-    embed: Run, model: str, vectors: np.ndarray, table: Any, tmp_path: Path
-) -> None:
+def test_one_version_of_an_iceberg_table_is_read(embed: Run, model: str, vectors: np.ndarray, table: Any, tmp_path: Path) -> None:
     before = table.metadata_location
     table.delete("id = 'item-7'")
     now = table.metadata_location
-    code, out, error = embed(now, "--model", model, "--out", tmp_path / "out")
-    assert code == 0 and not error and f"holds {ROWS - 1} embeddings" in out
+    assert f"holds {N - 1} embeddings" in embed.output(now, "--model", model, "--out", tmp_path / "out")
     made = pq.read_table(tmp_path / "out")
     order = [int(name.removeprefix("item-")) for name in made["id"].to_pylist()]
-    assert sorted(order) == [row for row in range(ROWS) if row != 7]
+    assert sorted(order) == [row for row in range(N) if row != 7]
     truth = Mapping(load_checkpoint(model))(vectors[order])
     np.testing.assert_allclose(np.stack(made["embedding"].to_numpy()), truth, atol=1e-6)
-    assert "nothing to do" in embed(now, "--model", model, "--out", tmp_path / "out")[1]
     embed.output(before.removeprefix("file://"), "--model", model, "--out", tmp_path / "older")
-    assert sorted(pq.read_table(tmp_path / "older")["id"].to_pylist()) == sorted(f"item-{row}" for row in range(ROWS))
+    assert sorted(pq.read_table(tmp_path / "older")["id"].to_pylist()) == sorted(f"item-{row}" for row in range(N))
     assert "was started with" in embed.refusal(before, "--model", model, "--out", tmp_path / "out")
-
-
-def test_the_folder_of_an_iceberg_table_is_not_read_as_parquet(embed: Run, model: str, table: Any, tmp_path: Path) -> None:
-    code, _, error = embed(tmp_path / "shop" / "items", "--model", model, "--out", tmp_path / "out")
-    newest = table.metadata_location.removeprefix("file://")
-    assert code == 2 and f"use the metadata file of a single version, e.g. {newest}" in error
+    error = embed.refusal(tmp_path / "shop" / "items", "--model", model, "--out", tmp_path / "new")
+    assert f"use the metadata file of a single version, e.g. {now.removeprefix('file://')}" in error
 
 
 @pytest.mark.parametrize(("log", "kind"), [("_delta_log", "Delta"), (".hoodie", "Hudi")])
-def test_the_folder_of_a_table_with_a_log_is_not_read_as_parquet(
-    log: str, kind: str, embed: Run, model: str, tmp_path: Path
-) -> None:
+def test_delta_and_hudi_folders_are_no_parquet(log: str, kind: str, embed: Run, model: str, tmp_path: Path) -> None:
     (tmp_path / "items" / log).mkdir(parents=True)
     (tmp_path / "items" / "part-0.parquet").write_bytes(b"rows that were removed")
-    code, _, error = embed(tmp_path / "items", "--model", model, "--out", tmp_path / "out")
-    assert code == 2 and f"is a {kind} table, and its files include deleted rows; write the current rows as" in error
+    error = embed.refusal(tmp_path / "items", "--model", model, "--out", tmp_path / "out")
+    assert f"is a {kind} table, and its files include deleted rows; write the current rows as" in error
 
 
 @pytest.mark.parametrize(
@@ -181,8 +159,8 @@ def test_what_cannot_be_read_of_an_iceberg_table_is_one_line(
         Path(table.metadata_location.removeprefix("file://")).write_text("[")
     elif spoil == "no files":
         table.delete("price >= 0")
-    code, _, error = embed(table.metadata_location, "--model", model, "--out", tmp_path / "out")
-    assert code == 2 and said in error and len(error.splitlines()) == 1 and not (tmp_path / "out").exists()
+    assert said in embed.refusal(table.metadata_location, "--model", model, "--out", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
@@ -192,9 +170,7 @@ def test_what_cannot_be_read_of_an_iceberg_table_is_one_line(
         ("pyiceberg", "s3://bucket/items/metadata/v3.metadata.json", '`pip install -e ".[iceberg]"`'),
     ],
 )
-def test_what_reads_a_table_is_named_where_it_is_missing(
-    embed: Run, model: str, monkeypatch: pytest.MonkeyPatch, package: str, named: str, advice: str
-) -> None:
+def test_missing_readers(embed: Run, model: str, monkeypatch: pytest.MonkeyPatch, package: str, named: str, advice: str) -> None:
     for module in (lance, iceberg):
         monkeypatch.setattr(module, "find_spec", lambda name: None if name == package else find_spec(name))
     assert advice in embed.refusal(named, "--model", model, "--out", "out")
