@@ -346,21 +346,19 @@ def refused(result: tuple[int, str, str], expected: int = 2) -> str:
     return lines[0].removeprefix("xcompat: ")
 
 
-def refuses(message: str, call: Callable[..., object], *arguments: Any, **options: Any) -> str:
-    """Call a function that must refuse its arguments in one line, and return this line."""
-    with pytest.raises(XcompatError, match=message) as refusal:
-        call(*arguments, **options)
-    line = str(refusal.value)
-    assert "\n" not in line and len(line) < 1000
-    return line
-
-
 @contextmanager
-def refuses(match: str, error: type[Exception] = XcompatError) -> Iterator[pytest.ExceptionInfo]:
+def refusing(match: str, error: type[Exception] = XcompatError) -> Iterator[pytest.ExceptionInfo]:
     """Require an error whose message is one line."""
     with pytest.raises(error, match=match) as caught:
         yield caught
-    assert "\n" not in str(caught.value)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 1000
+
+
+def refuses(message: str, call: Callable[..., object], *arguments: Any, **options: Any) -> str:
+    """Call a function that must refuse its arguments in one line, and return this line."""
+    with refusing(message) as refusal:
+        call(*arguments, **options)
+    return str(refusal.value)
 
 
 @contextmanager

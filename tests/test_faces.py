@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from conftest import UNTRAINED, refuses
+from conftest import UNTRAINED, refusing
 from data_layouts.faces import make_ijbc, make_market1501, make_ms1m
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -86,7 +86,7 @@ def test_a_name_without_camera_is_refused_before_training(market: Path) -> None:
     raw = {"method": "bct", "old": "old", "new": "google/vit", "data": data}
     recipe = parse_recipe(raw | {"old": {"name": "google/vit"}}, "demo", "demo.yaml")
     try:
-        with refuses("data.queries.path: .*0031.jpg is not named as in Market-1501"):
+        with refusing("data.queries.path: .*0031.jpg is not named as in Market-1501"):
             check_paths(recipe.stages[0])
     finally:
         person.unlink()
@@ -371,7 +371,7 @@ def test_lists_that_do_not_fit_are_refused_before_training(ijbc: Path, tmp_path:
         check_paths(parse_recipe(raw, "demo", "demo.yaml").stages[0])
 
     def refused(message: str, **changes: Any) -> None:
-        with refuses(message):
+        with refusing(message):
             check(**changes)
 
     def written(text: str) -> str:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import refuses
+from conftest import refusing
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -273,7 +273,7 @@ def test_no_secret_of_an_address_is_said(site: Site, caplog: pytest.LogCaptureFi
     for host, allowed in hosts:
         for path in ("missing", "text", "moved"):
             address = f"http://hunter2:s3cr3t@{host}/{path}?X-Amz-Signature=sign4ture&token=s3cr3t#fr4gment"
-            with refuses("cannot read the image") as refused:
+            with refusing("cannot read the image") as refused:
                 as_image(address, allow_private_addresses=allowed)
             assert not [secret for secret in secrets if secret in str(refused.value)]
     with pytest.raises(XcompatError) as refused:

@@ -15,7 +15,7 @@ import faiss
 import numpy as np
 import pytest
 import torch
-from conftest import Run, refuses, store
+from conftest import Run, refusing, store
 from safetensors.torch import save_file
 from test_gallery_leftovers import at_call, killed
 from test_index_gallery import write_index
@@ -172,7 +172,7 @@ def test_places_of_another_kind_are_kept_and_long_names_taken(tmp_path: Path) ->
 def test_what_is_no_json_is_one_line(tmp_path: Path) -> None:
     for text in (b"{", b"\xff", b"[" * 100_000, b"9" * 5000, b""):
         (tmp_path / "a.json").write_bytes(text)
-        with refuses(r"a\.json is not valid JSON"):
+        with refusing(r"a\.json is not valid JSON"):
             read_json(tmp_path / "a.json")
 
 

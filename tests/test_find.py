@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
-from conftest import invoke, refuses, store
+from conftest import invoke, refusing, store
 from hub_server import Hub, Repository
 from huggingface_hub import HfApi
 from huggingface_hub.repocard_data import eval_results_to_model_index
@@ -213,7 +213,7 @@ def test_nothing_found_and_bad_questions_are_one_line(hub: Hub, tmp_path: Path) 
 def test_a_hub_that_fails_is_one_line(path: str, status: int, hub: Hub) -> None:
     card(hub, "me/map", **stated())
     hub.faults[path] = status
-    with refuses(hub.url):
+    with refusing(hub.url):
         found("--old", Fingerprint.from_string("old").digest)
 
 
@@ -256,7 +256,7 @@ def test_a_push_that_the_hub_stops_is_done_or_not(status: int, hub: Hub, version
             return status if count > at else None
 
         hub.fault = stop  # type: ignore[method-assign]
-        with refuses(""):
+        with refusing(""):
             push(versions[1], REPO)
         assert hub.files(REPO) == held
         del hub.fault
@@ -269,7 +269,7 @@ def test_an_answer_that_is_no_configuration(answer: bytes, hub: Hub, versions: l
     hub.add(REPO, versions[0])
     hub.repos[REPO].commit(hub.files(REPO) | {"config.json": answer})
     for command in (trace_lineage, partial(push, versions[0])):
-        with refuses(""):
+        with refusing(""):
             command(REPO)
     assert hub.files(REPO)["config.json"] == answer
 

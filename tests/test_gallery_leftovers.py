@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import refuses, store
+from conftest import refusing, store
 from schedule import mostly_nightly
 from test_gallery import CLIP, DIM, found, naive, names, vectors
 from test_index_gallery import write_index
@@ -371,7 +371,7 @@ def test_a_flipped_bit_is_refused_by_whoever_reads_the_file(gallery: Path) -> No
     assert len(files) == 7
     for file in files:
         flip(file)
-        with refuses(f"{file.name} has changed since it was written; .*xcompat gallery verify"):
+        with refusing(f"{file.name} has changed since it was written; .*xcompat gallery verify"):
             use(gallery)
         flip(file)
         use(gallery)
@@ -396,7 +396,7 @@ def test_a_manifest_that_still_parses_is_refused(old: str, new: str, gallery: Pa
 def test_a_manifest_that_is_none_is_one_line(gallery: Path) -> None:
     for text in ("[" * 100_000, '{"schema_version": ' + "9" * 5000 + "}", "[]", "\ud800"):
         (gallery / "gallery.json").write_bytes(text.encode("utf-8", "surrogatepass"))
-        with refuses("gallery.json is damaged"):
+        with refusing("gallery.json is damaged"):
             Gallery.open(gallery)
 
 

@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hint
 import pytest
 import torch
 import transformers
-from conftest import TEXTS, refuses
+from conftest import TEXTS, refusing
 from PIL import Image
 from pydantic import TypeAdapter, ValidationError
 from schedule import METHOD_OF_EACH_KIND, mostly_nightly, mostly_nightly_rows
@@ -196,7 +196,7 @@ def test_what_is_no_embedding_is_refused_in_one_line(run: Run) -> None:
             message = "cannot search an old gallery"
         elif model.maps_galleries:
             message = "maps galleries: upgrade the stored embeddings instead"
-        with refuses(message.format(dim=model.config.embedding_dim)):
+        with refusing(message.format(dim=model.config.embedding_dim)):
             model.to_space(embeds)
         if model.compatible_with and model.maps_galleries:
             with pytest.raises(XcompatError, match=r"takes embeddings (as a torch tensor|of the old model) \(B, \d+\), not"):

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from conftest import ARCHITECTURES, Run, refuses
+from conftest import ARCHITECTURES, Run, refusing
 from hub_server import Hub, Repository
 from huggingface_hub import ModelCard
 from peft import PeftModel
@@ -146,7 +146,7 @@ def test_a_base_that_changed_is_refused(folder_of: dict[str, str], tmp_path: Pat
     model.leave_out_base().export(tmp_path / "adapters")
     shutil.copytree(save_stand_in(tmp_path / "other", "clip", 16, seed=9), base, dirs_exist_ok=True)
     refusal = rf"these adapters need {base}@\w{{12}}, but the base {base} is {base}@\w{{12}}; "
-    with refuses(refusal, FingerprintMismatchError):
+    with refusing(refusal, FingerprintMismatchError):
         AutoModel.from_pretrained(tmp_path / "adapters")
     with pytest.raises(FingerprintMismatchError, match="these adapters need"):
         model.save_pretrained(tmp_path / "again")

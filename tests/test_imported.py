@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import invoke, refuses
+from conftest import invoke, refusing
 from hub_server import Hub
 from safetensors.torch import save_file
 from scipy.special import erf
@@ -130,7 +130,7 @@ def test_maps_that_do_not_fit_are_one_line(folder_of: dict[str, str], tmp_path: 
     ]
     for number, (model, said) in enumerate(given):
         model.export(tmp_path / str(number))
-        with refuses(said):
+        with refusing(said):
             mapped(sample(tmp_path), tmp_path / "out", "--start-from", str(tmp_path / str(number)))
     assert not (tmp_path / "out").exists()
 
@@ -310,5 +310,5 @@ def test_bad_adapters_are_one_line(what: str, tmp_path: Path, monkeypatch: pytes
         monkeypatch.setattr("xcompat.mapping.adapter_files.LARGEST", 2**20)
     arrays(path) if callable(arrays) else saved(path, arrays)
     given = "relu" if what in ("another activation", "a norm", "layers that do not fit", "a bias of columns") else None
-    with refuses(said):
+    with refusing(said):
         read_adapters(path, GALLERY, NEW, given)  # type: ignore[arg-type]

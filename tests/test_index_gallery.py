@@ -15,7 +15,7 @@ import faiss
 import numpy as np
 import pyarrow as pa
 import pytest
-from conftest import Run, refuses, write_photos
+from conftest import Run, refusing, write_photos
 from faiss.contrib.ondisk import merge_ondisk
 from PIL import Image
 from schedule import mostly_nightly
@@ -504,7 +504,7 @@ def test_another_process_reads_it_and_what_it_finds_is_one_line(tmp_path: Path) 
     path = write_made(tmp_path / "index")
     probing.require_readable(path)
     path.write_bytes(path.read_bytes()[:-100])
-    with refuses(f"{path} is not a readable faiss index: .*; write it again"):
+    with refusing(f"{path} is not a readable faiss index: .*; write it again"):
         probing.require_readable(path)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import refuses, store
+from conftest import refusing, store
 from haystack import Document, Pipeline
 from haystack.components.retrievers.in_memory import InMemoryEmbeddingRetriever
 from haystack.document_stores.in_memory import InMemoryDocumentStore
@@ -211,7 +211,7 @@ def test_bad_input_is_refused(source_of: dict[str, str], image_folder_of: dict[s
         (torch.nn.Linear(1, 1), {}, "not Linear"),
     ]
     for model, options, said in given:
-        with refuses(said):
+        with refusing(said):
             CompatEmbeddings(model, **options)
     alone = METHODS["ridge"](METHODS["ridge"].config_class(old=old.describe_old(), embedding_dim=16))
     with pytest.raises(XcompatError, match="this map has no encoder and cannot embed texts"):

@@ -16,7 +16,7 @@ import pandas as pd
 import pytest
 import yaml
 from accelerate.data_loader import BatchSamplerShard
-from conftest import Run, refuses
+from conftest import Run, refusing
 from data_layouts import make_all
 from data_layouts.labelled import CATEGORIES, SYNSETS, records
 from hypothesis import given
@@ -207,7 +207,7 @@ def test_bad_labels(tmp_path: Path) -> None:
         ([0.5, 1.0], datasets.Value("float32"), None, "labels are floats, e.g. 0.5"),
         ([MAX_INDEX, 1], datasets.Value("int64"), None, "store them as text"),
     ):
-        with refuses(message):
+        with refusing(message):
             load_labelled(saved(tmp_path, labels, feature), classes)
 
 

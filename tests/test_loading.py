@@ -16,7 +16,7 @@ import datasets
 import numpy as np
 import pandas as pd
 import pytest
-from conftest import refuses
+from conftest import refusing
 from PIL import Image
 
 from xcompat.core.errors import XcompatError
@@ -111,7 +111,7 @@ def test_a_truncated_shard_stops_the_run_by_name(tmp_path: Path, name: str, keep
     path = write_shard(tmp_path / name, {f"k{n}": sample(n) for n in range(30)})
     content = path.read_bytes()
     path.write_bytes(content[: int(len(content) * keep)])
-    with refuses(f"1 of 1 shards cannot be read.*{name}"):
+    with refusing(f"1 of 1 shards cannot be read.*{name}"):
         load_pairs(str(path))
 
 
@@ -270,10 +270,10 @@ def test_bad_captions_files(folder: Path) -> None:
         ('image,caption\npics/00.png,"a dog\n', {}, "cannot be read"),
     ):
         (folder / "captions.csv").write_text(content)
-        with refuses(message):
+        with refusing(message):
             load_pairs(PairSource(path=str(folder), **options))
     (folder / "captions.tsv").write_text("image\tcaption\npics/00.png\tb\n")
-    with refuses("contains captions.csv and captions.tsv; give the path of a single file"):
+    with refusing("contains captions.csv and captions.tsv; give the path of a single file"):
         load_pairs(str(folder))
     assert load_pairs(str(folder / "captions.tsv"))[0]["caption"] == ["b"]
 
@@ -288,7 +288,7 @@ def test_parquet(folder: Path, kind: str, streaming: bool) -> None:
         "struct": [{"bytes": image.read_bytes(), "path": None} for image in images],
     }[kind]
     (folder / "table.parquet").write_bytes(b"no parquet")
-    with refuses(r"table\.parquet .*cannot be read"):
+    with refusing(r"table\.parquet .*cannot be read"):
         load_pairs(PairSource(path=str(folder / "table.parquet")))
     pd.DataFrame({"picture": values, "text": ["a", "b", "c"], "sku": [7, 8, 9]}).to_parquet(folder / "table.parquet")
     source = PairSource(path=str(folder / "table.parquet"), image_column="picture", id_column="sku", streaming=streaming)

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from conftest import Run, invoke, refuses, store, write_embeds, write_photos
+from conftest import Run, invoke, refusing, store, write_embeds, write_photos
 from hypothesis import given
 from hypothesis import strategies as st
 from store_places import unit_vectors
@@ -413,9 +413,9 @@ def test_bad_inputs_are_one_line(pairs: PairedEmbeddings, plain: FittedMap) -> N
         (("old.npy", new), "old.npy does not exist"),
         ((faiss.IndexFlatIP(4), new), "IndexFlatIP holds no vectors"),
     ):
-        with refuses(said):
+        with refusing(said):
             fit_map(*sides)
-    with refuses("fitted on embeddings only"):
+    with refusing("fitted on embeddings only"):
         plain.encode_query("a dog")
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 import warm
-from conftest import invoke, refuses, store, write_embeds
+from conftest import invoke, refusing, store, write_embeds
 from test_index_gallery import write_index
 from test_map import normalised
 from test_map_vectors import json_lines, made, parquet
@@ -319,7 +319,7 @@ def test_answers_that_are_no_embeddings_are_one_line(tmp_path: Path) -> None:
         ([[1.0], [1.0]], "returned 1 dimensions, and 2 before"),
     ]
     for answer, said in answers:
-        with refuses(said):
+        with refusing(said):
             Provider(lambda texts, answer=answer: answer, "letters").ask(["a", "b"], 2)
 
     def embed(texts: list[str]) -> list[list[float]]:

@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from conftest import refuses
+from conftest import refusing
 from store_places import unit_vectors
 from test_map import normalised
 
@@ -123,7 +123,7 @@ def test_int8_in_parquet_has_a_column_of_scales(tmp_path: Path) -> None:
         ({"scale": pa.array(IDS)}, "'scale' is string"),
         ({"scale": pa.array(-scale)}, "a scale that is not a positive number"),
     ):
-        with refuses(said):
+        with refusing(said):
             read_vectors(parquet(tmp_path / "b.parquet", whole, kind=kind, **column))
 
 
@@ -136,7 +136,7 @@ def test_scales_that_say_nothing_are_one_line(tmp_path: Path) -> None:
     ):
         if scale is not None:
             np.save(tmp_path / "a_scale.npy", scale)
-        with refuses(said):
+        with refusing(said):
             read_vectors(tmp_path / "a.npy")
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import pytrec_eval
 import torch
-from conftest import invoke, refuses, write_embeds
+from conftest import invoke, refusing, write_embeds
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -149,7 +149,7 @@ def test_bad_input_is_one_clear_line() -> None:
         ((np.eye(2), np.eye(2), "ab", "ab", (0,)), "at least 1"),
         ((np.eye(2), np.eye(2), "ab", "ab", (1,), 0), "chunk_size"),
     ):
-        with refuses(message):
+        with refusing(message):
             recall_at_k(*arguments)
 
 
@@ -233,7 +233,7 @@ def test_bad_matrices_are_one_line() -> None:
         (np.eye(2), np.ones(2), "y must be a matrix"),
         (np.empty((0, 2)), np.eye(2), "x are empty"),
     ):
-        with refuses(message):
+        with refusing(message):
             linear_cka(x, y)
 
 
@@ -488,7 +488,7 @@ def test_values_without_an_interval_are_refused() -> None:
         (np.ones(3), {"clusters_Q": ["a", "b"]}, "3 rows but 2 ids"),
         (np.ones((3, 2)), {}, "a number per query"),
     ):
-        with refuses(said):
+        with refusing(said):
             bootstrap_interval(values, **options)
-    with refuses("same queries"):
+    with refusing("same queries"):
         paired_bootstrap(np.ones(3), np.ones(4))

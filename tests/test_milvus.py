@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import refuses
+from conftest import refusing
 from schedule import mostly_nightly
 from store_places import MilvusPlace, milvus_place
 
@@ -195,11 +195,11 @@ def test_misfits_are_refused_in_one_line(place: MilvusPlace, vectors: np.ndarray
         (f"{file}?collection=items&field=vektor", "'vektor' is not a float vector field; did you mean 'vector'"),
         (f"milvus://{tmp_path}/nothing.db?collection=items", "is not a Milvus Lite file"),
     ]:
-        with refuses(said):
+        with refusing(said):
             xcompat.stores.open(uri)
     assert not (tmp_path / "nothing.db").exists()
     for filter_ in ("price <", "no such thing"):
-        with refuses("field=vector: "):
+        with refusing("field=vector: "):
             store.search(vectors[:1], filter=filter_)
     with pytest.raises(XcompatError, match="only copies float32"):
         migration.start(store, Mapping(model), dtype="float16")

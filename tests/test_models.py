@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import ARCHITECTURES, TEXTS, refuses
+from conftest import ARCHITECTURES, TEXTS, refusing
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from schedule import METHOD_OF_EACH_KIND, mostly_nightly, mostly_nightly_rows
@@ -143,7 +143,7 @@ def test_lost_processor(architecture: str, encoder_of: dict[str, str], tmp_path:
             file.unlink()
     model = AutoModel.from_pretrained(tmp_path / "first")
     for wanted in (lambda: model.processor, lambda: model.save_pretrained(tmp_path / "second")):
-        with refuses("cannot read the preprocessing of .*first .*; restore its files"):
+        with refusing("cannot read the preprocessing of .*first .*; restore its files"):
             wanted()
     assert (tmp_path / "second" / "model.safetensors").exists()
 

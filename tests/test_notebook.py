@@ -13,7 +13,7 @@ import nbformat
 import numpy as np
 import pytest
 import torch
-from conftest import refuses
+from conftest import refusing
 from nbclient import NotebookClient
 from PIL import Image
 from test_docs import ROOT
@@ -177,7 +177,7 @@ def test_what_cannot_be_trained_so_is_refused_in_one_line(
         (built("xbt", folder_of, old_folder), photos, {}, "train_dataset.*caption"),
     ]
     for model, dataset, given, message in refused:
-        with refuses(message):
+        with refusing(message):
             CompatTrainer(model, arguments, dataset, **given)
     with pytest.raises(FingerprintMismatchError, match="cannot be compared"):
         CompatTrainer(contrast, arguments, photos, old=folder_of["clip"])

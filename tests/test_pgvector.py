@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import refuses
+from conftest import refusing
 from postgres import stored, text
 from store_places import OLD, map_of_galleries, unit_vectors
 from test_stores import disturbed
@@ -245,7 +245,7 @@ def test_a_server_that_stays_away_is_a_clear_stop_that_continues(
             monkeypatch.setattr(pgvector_client, "ATTEMPTS", 2)
             monkeypatch.setattr(pgvector_client, "connect", away)
 
-    with refuses("run the command again later to continue"):
+    with refusing("run the command again later to continue"):
         migration.start(store, disturbed(model, leave), batch=32)
     monkeypatch.undo()
     assert migration.start(opened(postgres), Mapping(model)).written == N

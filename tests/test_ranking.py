@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import warm
-from conftest import refuses
+from conftest import refusing
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -256,7 +256,7 @@ def test_cuda_gives_the_same_bits_and_rates(n_classes: int) -> None:
 )
 def test_bad_input_is_one_clear_line(arguments: tuple, message: str) -> None:
     for metric in (cmc, mean_average_precision, ranking_per_query):
-        with refuses(message):
+        with refusing(message):
             metric(*arguments)
 
 

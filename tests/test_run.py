@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from conftest import raw_recipe, recipe_of, refuses
+from conftest import raw_recipe, recipe_of, refusing
 from datasets import Features, Value
 from PIL import Image
 from schedule import mostly_nightly, mostly_nightly_rows
@@ -275,7 +275,7 @@ def test_every_test_set_is_read_before_the_first_stage_is_trained(
     raw["evaluation"] = {"resamples": 100, "examples": 0}  # templates have none, and here no gallery
     raw["stages"][1]["data"] = data
     for check in (run_recipe, embed_recipe):
-        with refuses(f"pair: {message}"):
+        with refusing(f"pair: {message}"):
             check(recipe_of(raw))
     assert not (tmp_path / "run").exists() and not (tmp_path / "cache").exists()
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 import warm
 import yaml
-from conftest import Run, refuses
+from conftest import Run, refusing
 from PIL import Image
 from test_docs import EXAMPLES
 from test_loading import png, write_shard
@@ -235,7 +235,7 @@ def test_a_file_that_changed_is_named(name: str, load: Callable[[str], object], 
     else:
         file.write_bytes(content.replace(b"0", b"1"))
     assert file.read_bytes() != content
-    with refuses(rf"{name} has changed since it was written; restore it"):
+    with refusing(rf"{name} has changed since it was written; restore it"):
         load(str(models / "xbt"))
     file.write_bytes(content)
     load(str(models / "xbt"))
@@ -271,7 +271,7 @@ def test_records_may_be_deleted_but_not_damaged(models: Path) -> None:
         AutoModel.from_pretrained(models / "xbt")
     for damaged in ("", "[]", "{", '{"config.json": 3}'):
         (models / "xbt" / CHECKSUMS).write_text(damaged)
-        with refuses("checksums"):
+        with refusing("checksums"):
             AutoModel.from_pretrained(models / "xbt")
 
 
@@ -338,7 +338,7 @@ def test_what_is_damaged_is_named_and_embedded_again(
     damage(cache / "shard-00002.npy")
     opened = EmbeddingCache(cache)
     assert np.array_equal(opened[np.array([0, 22])], whole[[0, 22]]), "other shards are read"
-    with refuses(f"shard-0000[12].*{reason}.*run the command that wrote the cache again"):
+    with refusing(f"shard-0000[12].*{reason}.*run the command that wrote the cache again"):
         opened[:]
     asked, tokenize = [], type(old.processor).tokenize
     monkeypatch.setattr(type(old.processor), "tokenize", lambda self, texts: asked.append(texts[0]) or tokenize(self, texts))
@@ -404,7 +404,7 @@ def test_damaged_descriptions(name: str, content: str | dict[str, object], messa
     file = cache / name
     text = content if isinstance(content, str) else json.dumps(json.loads(file.read_text()) | content)
     file.write_text(text)
-    with refuses(message):
+    with refusing(message):
         EmbeddingCache(cache)
     if name == "cache.json":
         assert len(embed_texts(old, TEXTS, cache, "digest", shard_rows=5)) == 23, "it is written anew"

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import refuses
+from conftest import refusing
 from PIL import Image
 from schedule import mostly_nightly, mostly_nightly_rows
 from store_places import OLD, PLACES, READABLE, Place, map_of_galleries, unit_vectors
@@ -636,7 +636,7 @@ def test_an_address_is_shown_without_what_is_secret() -> None:
         "chroma://host:99999/?collection=x": "address has an invalid port",
         "qdrant://host:a/x": "address has an invalid port",
     }.items():
-        with refuses(said):
+        with refusing(said):
             xcompat.stores.open(wrong)
     servers = ("postgresql://a:1,[::1]:2/x", "postgresql://me@a/x?user=me@x", "lancedb+s3://bucket/a@b")
     for fine in (*servers, "file:///home/me@work:2/g", "chroma:///c#@"):

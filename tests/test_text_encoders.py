@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from conftest import TEXTS, refuses, store
+from conftest import TEXTS, refusing, store
 from hub_server import Hub
 from PIL import Image
 from safetensors.torch import load_file, save_file
@@ -237,7 +237,7 @@ def test_a_described_encoder_is_built_and_found_again(kind: str, made: Made) -> 
 
 
 def refused(source: EncoderSource | str, words: str) -> None:
-    with refuses(words):
+    with refusing(words):
         load_encoder(source)
 
 
@@ -254,7 +254,7 @@ def test_images_are_refused_in_a_line(made: Made) -> None:
         lambda: embedder.model.add_adapters(AdapterConfig(prompts=2)),
     ]
     for ask in asked:
-        with refuses("image|penultimate"):
+        with refusing("image|penultimate"):
             ask()
     refused(EncoderSource(name=made("mean"), image_size=32), "does not read images; remove image_size")
 

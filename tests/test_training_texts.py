@@ -15,7 +15,7 @@ import pandas as pd
 import pytest
 import torch
 from accelerate import Accelerator
-from conftest import raw_recipe, recipe_of, refuses, unit
+from conftest import raw_recipe, recipe_of, refusing, unit
 from hypothesis import given
 from hypothesis import strategies as st
 from test_training import assert_equal_gradients, gradients, naive_clip_loss
@@ -287,7 +287,7 @@ def test_the_cache_is_reused_until_a_file_changes(tmp_path: Path, monkeypatch: p
 )
 def test_bad_input_is_one_line(tmp_path: Path, name: str, content: bytes, message: str) -> None:
     (tmp_path / name).write_bytes(content)
-    with refuses(message):
+    with refusing(message):
         load_texts(str(tmp_path / name))
     assert not list((tmp_path / "hf_cache").rglob("*.arrow"))
 

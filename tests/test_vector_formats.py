@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from conftest import refuses
+from conftest import refusing
 from safetensors.numpy import save_file
 
 from xcompat.core.errors import XcompatError
@@ -274,5 +274,5 @@ WRONG: dict[str, tuple[Write, str]] = {
 @pytest.mark.parametrize("name", WRONG)
 def test_unreadable_files_are_explained_in_one_line(name: str, tmp_path: Path) -> None:
     write, said = WRONG[name]
-    with refuses(said):
+    with refusing(said):
         read_vectors(write(tmp_path))
