@@ -33,12 +33,19 @@ def unit_vectors(count: int, dim: int, seed: int = 0) -> NDArray[np.float32]:
     return rows / np.linalg.norm(rows, axis=1, keepdims=True)
 
 
+def solve_map(
+    old_Nd: NDArray[np.float32], new_ND: NDArray[np.float32], old: Fingerprint = OLD, direction: str = "old_to_new"
+) -> RidgeModel:
+    """Solve a map of an old model's stored vectors to a new model's, or of the new model's queries to the old ones."""
+    described, dim = describe_old(old, old_Nd.shape[1]), new_ND.shape[1]
+    pairs = torch.nn.functional.normalize(torch.from_numpy(new_ND), dim=1), torch.from_numpy(old_Nd)
+    return RidgeModel(RidgeModel.config_class(old=described, embedding_dim=dim, direction=direction)).fit([pairs]).eval()
+
+
 def map_of_galleries(vectors_Nd: NDArray[np.float32], dim: int) -> RidgeModel:
     """Solve a map of the old model's vectors to so many dimensions."""
-    new = vectors_Nd @ np.random.default_rng(1).standard_normal((vectors_Nd.shape[1], dim)).astype(np.float32)
-    old = describe_old(OLD, vectors_Nd.shape[1])
-    pairs = torch.nn.functional.normalize(torch.from_numpy(new), dim=1), torch.from_numpy(vectors_Nd)
-    return RidgeModel(RidgeModel.config_class(old=old, embedding_dim=dim, direction="old_to_new")).fit([pairs]).eval()
+    turn_dD = np.random.default_rng(1).standard_normal((vectors_Nd.shape[1], dim)).astype(np.float32)
+    return solve_map(vectors_Nd, vectors_Nd @ turn_dD)
 
 
 def priced(count: int, prices: dict[int, int] | None) -> dict[int, int]:
