@@ -26,7 +26,6 @@ def running() -> Iterator[str]:
 
 
 def text(vector: np.ndarray) -> str:
-    """Return a vector as SQL writes it."""
     return str(vector.tolist())
 
 

@@ -10,14 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 import warm
-from store_places import PLACES
+from killing import KILL_AFTER
+from store_places import PLACES, solve_map
 
 import xcompat.stores
 from xcompat import Fingerprint
-from xcompat.methods import RidgeModel
-from xcompat.models import describe_old
+from xcompat.core.arrays import normalise_rows
 
 TEXT = Path(__file__).resolve().parents[3] / "shared" / "data" / "text"
 EMBEDDINGS = TEXT / "embeddings"
@@ -32,23 +31,6 @@ STORES = {
     "sqlite": ("sqlite", "SqliteStore", "apsw"),
 }
 """Place -> module and class of the store, and the package of its client."""
-KILL_AFTER = """
-import importlib, os, signal, sys
-module, store, method, calls, *sys.argv[1:] = sys.argv[1:]
-owner = getattr(importlib.import_module(f"xcompat.stores.{module}"), store)
-original, left = getattr(owner, method), iter(range(int(calls) - 1))
-
-def stop(*args, **options):
-    result = original(*args, **options)
-    if next(left, None) is None:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return result
-
-setattr(owner, method, stop)
-from xcompat.cli import main
-main()
-"""
-"""Runs the command line, and kills the process after some calls of a method of the store."""
 pytestmark = pytest.mark.skipif(not EMBEDDINGS.is_dir(), reason=f"{EMBEDDINGS} is not there")
 
 
@@ -58,19 +40,13 @@ def load(model: str, name: str) -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def map_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A map of galleries, fitted on every second document."""
     old, new = (load(model, "cranfield_docs")[::2] for model in (OLD, NEW))
-    usable = old.any(1)
-    pairs = [torch.nn.functional.normalize(torch.from_numpy(rows[usable]), dim=1) for rows in (new, old)]
-    described = describe_old(Fingerprint.from_string(OLD), old.shape[1])
-    config = RidgeModel.config_class(old=described, embedding_dim=new.shape[1], direction="old_to_new")
-    RidgeModel(config).fit([(pairs[0], pairs[1])]).save_pretrained(folder := tmp_path_factory.mktemp("map"))
+    old, new = (rows[old.any(1)] for rows in (old, new))
+    solve_map(normalise_rows(old), new, Fingerprint.from_string(OLD)).save_pretrained(folder := tmp_path_factory.mktemp("map"))
     return folder
 
 
 class Collection:
-    """The documents of Cranfield in a store, and the folder of a map."""
-
     def __init__(self, kind: str, uri: str, folder: Path, model: Path) -> None:
         self.kind, self.uri, self.folder, self.model = kind, uri, folder, model
         ids = [(EMBEDDINGS / f"cranfield_{what}_ids.txt").read_text().split() for what in ("queries", "docs")]
@@ -82,17 +58,15 @@ class Collection:
                     self.relevant[ids[0].index(judged["query_id"])].add(rows[judged["doc_id"]])
 
     def run(self, verb: str, *options: object) -> str:
-        """Run a verb in a process of its own; return what it printed."""
         given = ["--model", self.model] if verb in ("plan", "start", "verify", "switch") else []
         done = self.start("-m", "xcompat", "migrate", verb, self.uri, *given, *options)
         assert done.returncode == 0, (verb, done.stdout, done.stderr)
         return " ".join(done.stdout.split())
 
     def kill(self, method: str, calls: int, verb: str, *options: object) -> None:
-        """Run a verb in a process that is killed after some calls of a method of the store."""
         module, store, _ = STORES[self.kind]
         given = ["--model", self.model] if verb in ("start", "switch") else []
-        done = self.start("-c", KILL_AFTER, module, store, method, calls, "migrate", verb, self.uri, *given, *options)
+        done = self.start("-c", KILL_AFTER, f"stores.{module}", store, method, calls, "migrate", verb, self.uri, *given, *options)
         assert done.returncode == -9, (verb, done.stdout, done.stderr)
 
     def start(self, *arguments: object) -> CompletedProcess[str]:

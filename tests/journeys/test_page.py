@@ -9,9 +9,9 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from html import unescape
 from pathlib import Path
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 import httpx
 import pytest
+import warm
 from test_photos import NEW, OLD, PHOTOS, Desk
 
 if TYPE_CHECKING:
@@ -35,13 +36,7 @@ pytestmark = pytest.mark.skipif(not (PHOTOS.exists() and NEW.is_dir()), reason="
 
 @dataclass
 class Page:
-    """A page that runs in a process of its own.
-
-    Args:
-        folder: where the photos, the gallery and the files of the server are.
-        address: of the page.
-        process: the server.
-    """
+    """A page that a process of its own serves, from a folder with photos and a gallery."""
 
     folder: Path
     address: str
@@ -68,30 +63,23 @@ def page(desk: Desk) -> Iterator[Page]:
     (shop / "password.txt").write_text(f"{PASSWORD}\n")
     (shop / "secret.txt").write_text("a secret of the server")
     (shop / "tmp").mkdir()
-    words = ["serve", "gallery", "--model", "run", "--old", OLD, "--images", "stored", "--allow-changes"]
-    words += ["--password-file", "password.txt", "--no-browser", "--port", "0"]
+    command = [sys.executable, "-m", "xcompat", "serve", "gallery", "--model", "run", "--old", str(OLD), "--images", "stored"]
+    command += ["--allow-changes", "--password-file", "password.txt", "--no-browser", "--port", "0"]
     environment = {**os.environ, "TMPDIR": str(shop / "tmp"), "PYTHONUNBUFFERED": "1"}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "xcompat", *map(str, words)], cwd=shop, env=environment, stdout=subprocess.PIPE, text=True
-    )
+    process = subprocess.Popen(command, cwd=shop, env=environment, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     address = next((word for line in process.stdout for word in line.split() if word.startswith("http://")), None)
     assert address is not None, "the page does not start"
-    wait_until_ready(address)
+    warm.wait_until(lambda: is_ready(address), "the page is not ready", 60)
     yield Page(shop, address, process)
     process.send_signal(signal.SIGINT)
     assert process.wait(30) in (0, 130, -signal.SIGINT)
 
 
-def wait_until_ready(address: str) -> None:
-    end = time.monotonic() + 60
-    while time.monotonic() < end:
-        try:
-            if httpx.get(f"{address}/healthz", timeout=5).text == "ok":
-                return
-        except httpx.TransportError:
-            continue
-    raise AssertionError("the page is not ready")
+def is_ready(address: str) -> bool:
+    with suppress(httpx.TransportError):
+        return httpx.get(f"{address}/healthz", timeout=5).text == "ok"
+    return False
 
 
 def find_ids(html: str, side: str) -> list[str]:
@@ -111,14 +99,16 @@ def measure_quality(page: Page, client: httpx.Client) -> dict[str, float]:
 
 
 def work(client: httpx.Client, verb: str, **values: object) -> str:
-    job = client.post("/api/work", json={"gallery": "gallery", "verb": verb, **values}).json()
-    end = time.monotonic() + 300
-    while time.monotonic() < end:
+    state = job = client.post("/api/work", json={"gallery": "gallery", "verb": verb, **values}).json()
+
+    def is_done() -> bool:
+        nonlocal state
         state = client.post("/api/job", json=job).json()
-        if state["done"]:
-            assert not state["failed"], state["said"]
-            return str(state["said"])
-    raise AssertionError(f"{verb} does not end")
+        return bool(state["done"])
+
+    warm.wait_until(is_done, f"{verb} does not end", 300)
+    assert not state["failed"], state["said"]
+    return str(state["said"])
 
 
 def test_quality_holds_while_the_page_changes_the_gallery(page: Page, desk: Desk) -> None:

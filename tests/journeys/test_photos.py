@@ -18,6 +18,7 @@ import faiss
 import numpy as np
 import pytest
 import warm
+from killing import KILL_AFTER
 from PIL import Image
 
 from xcompat.models.embedder import Embedder, load_embedder
@@ -117,7 +118,6 @@ def label_of(name: str) -> int:
 
 
 def quality(found: list[tuple[int, str]]) -> float:
-    """Return the share of queries whose first hit is of their class."""
     return float(np.mean([label == label_of(name) for label, name in found]))
 
 
@@ -199,25 +199,6 @@ def test_a_backfill_that_loses_quality_is_announced_before_it_embeds(desk: Desk)
         assert "loses quality: image to image CMC@1 falls from 41.7 % to 36.0 %" in said
 
 
-DYING = """
-import os, signal
-from xcompat.retrieval.new_embeddings import NewEmbeddings
-
-put, calls = NewEmbeddings.put, []
-
-def put_and_die(self, embeds, generation):
-    calls.append(len(embeds))
-    if len(calls) == 2:
-        os.kill(os.getpid(), signal.SIGKILL)
-    put(self, embeds, generation)
-
-NewEmbeddings.put = put_and_die
-from xcompat import cli
-cli.main()
-"""
-"""The command line, killed while the candidates of its second block of queries are about to be kept."""
-
-
 @pytest.mark.nightly
 def test_reranked_searches_become_the_backfill(desk: Desk) -> None:
     """Search with the old model and re-rank with the new one, by several processes, one of which is killed; then backfill."""
@@ -227,7 +208,7 @@ def test_reranked_searches_become_the_backfill(desk: Desk) -> None:
 
     rerank = ("--rerank", 20, "--originals", "stored", "--record-demand")
     search = ("gallery", "search", "reranked", "--queries", "asked", "--model", "runs/mine", "--json", *rerank)
-    killed = warm.run("-c", DYING, *search, folder=desk.folder)
+    killed = warm.run("-c", KILL_AFTER, "retrieval.new_embeddings", "NewEmbeddings", "put", 1, *search, folder=desk.folder)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     both = [warm.start("-m", "xcompat", *search, folder=desk.folder) for _ in range(2)]
     done = [each.wait() for each in both]

