@@ -7,6 +7,7 @@ import re
 import shutil
 from pathlib import Path
 from typing import Any, get_type_hints
+from unittest.mock import Mock
 
 import numpy as np
 import pyarrow as pa
@@ -25,7 +26,7 @@ from xcompat.encoders.scratch import ScratchSource, encoder_from_scratch
 from xcompat.encoders.standins import save_stand_in, small_scratch
 from xcompat.methods import METHODS
 from xcompat.models import CompatModel
-from xcompat.models.embedder import Embedder, load_embedder
+from xcompat.models.embedder import load_embedder
 from xcompat.training import stage
 from xcompat.training.compare import dry_run_comparison
 from xcompat.training.data_checks import check_data
@@ -116,14 +117,9 @@ def test_stages_and_prompts_may_hold_any_text(tmp_path: Path, name: str) -> None
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["metod=xbt"], "unknown key 'stages.0.metod'; did you mean 'method'"),
-        (["data.pairs.pth=x"], "unknown key 'stages.0.data.pairs.pth'; did you mean 'path'"),
         (["training.output_dir=x"], "unknown key 'training.output_dir'"),
-        (["stages.0.options.noise_st=1"], "unknown key 'options.noise_st' for method projection; did you mean 'noise_std'"),
         (["stages.0.method=bct", "stages.0.options={classes: [cat]}"], "unknown key 'options.classes' for method bct"),
         (["stages.1.projection=stage:fi"], "refers to 'fi', which is not an earlier stage .earlier: phi"),
-        (["stages.1.evaluation.compare_with=[nope]"], "refers to 'nope'"),
-        (["stages.1.evaluation.slerp=1.5"], "evaluation.slerp: .*less than or equal to 1"),
         (
             ["stages.0.name=slerp", "stages.1.evaluation={slerp: 0.5, compare_with: [slerp]}"],
             "results as .slerp.; rename the stage",
@@ -132,15 +128,10 @@ def test_stages_and_prompts_may_hold_any_text(tmp_path: Path, name: str) -> None
         (["stages.0.method=fct", "stages.0.options={}"], "compare_with names phi, which maps galleries, .*; remove it"),
         (["stages.1.name=phi"], "two stages are called 'phi'"),
         (["stages.7.name=x"], "unknown stage 7; stages are numbered from 0 to 1, and named phi, pair"),
-        (["prompt_lr_factor=-1"], "prompt_lr_factor: .*greater than 0"),
-        (["new=some/model", "new.model.depths=[1]"], "new.model.depths: new is not a mapping; set new as a whole"),
         (["stages.0.method.x=1"], "stages.0.method.x: stages.0.method is not a mapping; set"),
-        (["training.max_steps=1", "training.max_steps.x.y=1"], "training.max_steps is not a mapping; set"),
         (["stages.0=x"], "stages.0: stages is not a mapping; set stages as a whole"),
         (["nonsense"], "invalid override 'nonsense'; write key=value"),
-        (["new.nme=x"], "unknown key .*nme'"),
         (["options.noise_std=1"], "stage 0 .phi. sets options.noise_std itself: override stages.phi.options.noise_std"),
-        (["stages.0.data={texts: [{path: own.txt}]}", "data.texts.0.path=x"], "override stages.phi.data.texts.0.path"),
         (["stages.1.old=own/model", "old={name: x}", "old.name=y"], "stage 1 .pair. sets old itself: override stages.pair.old"),
         *(([f"data={value}"], "the value is not valid YAML") for value in ("{", "1" * 5000, "[" * 1000, "&a [*a]")),
         (["training.max_steps=-5"], "training.max_steps: -5 trains nothing"),
@@ -149,21 +140,16 @@ def test_stages_and_prompts_may_hold_any_text(tmp_path: Path, name: str) -> None
         (["training.warmup_steps='3'"], "training.warmup_steps: Input should be a finite number, without quotes .found '3'"),
         (["stages.1.options={adapters: {lora: 4}}"], "options.adapters.lora: .*LoraSettings.*found 4"),
         (["stages.0.options.noise_std=high"], "options.noise_std: .*valid number.*found 'high'"),
-        (["stages.1.method=mixbct", "stages.1.options={mixed_share: 30}"], "options.mixed_share: .* less than or equal to 1"),
         (["stages.1.method=unibct", "stages.1.options={refresh_at: [10, 20]}"], "options.refresh_at: .* less than 1 .found 10"),
         (["stages.0.name=report"], "the stage name 'report' is reserved for the run's report"),
         (["seeds=[0, 4294967296]"], "seeds.1: Input should be less than 4294967296"),
         (["seed=4294967290", "stages.0.seed_offset=6"], "stage 'phi': seed 4294967290 and seed_offset 6 add up to 4294967296"),
         (["stages.0.name=../evil/x"], "stages.0.name: '../evil/x' cannot be a folder name; remove slashes"),
-        (["stages.0.name=a\\b"], r"stages.0.name: 'a.*b' cannot be"),
         (["stages.0.name=.."], "stages.0.name: '..' cannot be"),
         (['stages.0.name="a\\nb"'], "stages.0.name: 'a.*b' cannot be"),
-        ([f"stages.0.name={'a' * 101}"], "stages.0.name: 'aaaaaaaaaaaaaaaaaaaa'… is longer than 100 characters"),
         ([f"stages.0.name={'地' * 80}"], "stages.0.name: .* is longer than 100 characters or 200 bytes"),
         ([shots("[]")], "data.zero_shot.templates: templates is empty; add a prompt"),
-        ([shots("['a {}', 'a {name}']")], "data.zero_shot.templates: 'a {name}' must contain {} once, for the class"),
         ([shots("['100% {} {']")], "'100% {} {' must contain {} once, .*; double other braces: {{ and }}"),
-        ([shots("['{} and {}']")], "'{} and {}' must contain {} once"),
         ([shots("['{:d}']")], "'{:d}' must contain {} once"),
         (["stages=null"], "stages must be a list"),
     ],
@@ -318,19 +304,14 @@ def test_every_missing_path_is_listed_and_the_rest_is_checked(tmp_path: Path, ca
 
 
 def test_stages_share_frozen_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    loaded = []
-
-    def load(source: EncoderSource, *arguments: Any) -> Embedder:
-        loaded.append(Path(source.name).name)
-        return load_embedder(source, *arguments)
-
-    monkeypatch.setattr(stage, "load_embedder", load)
+    loaded = Mock(side_effect=load_embedder)
+    monkeypatch.setattr(stage, "load_embedder", loaded)
     data = {"texts": [{"path": "texts.txt"}], "test": {"path": "some/pairs"}}
     stages = [{"name": name, "method": name} for name in ("ridge", "procrustes")]
     missing = dry_run_recipe(recipe_on_stand_ins(tmp_path, data=data, stages=stages))
     assert len(missing) == 1 and missing[0].startswith("ridge: data.texts.0.path: texts.txt does not exist")
     assert "(also in 1 more stages)" in capsys.readouterr().out
-    assert sorted(loaded) == ["some--new", "some--old"], "each once"
+    assert sorted(Path(call.args[0].name).name for call in loaded.mock_calls) == ["some--new", "some--old"], "each once"
 
 
 @pytest.mark.parametrize("verb", ["train", "compare"])
