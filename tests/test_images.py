@@ -368,14 +368,10 @@ def test_a_view_is_the_same_for_every_model_in_any_thread() -> None:
     assert len({other.digest("images") for other in others} | {view.digest("others")}) == 5
 
 
-WRONG: list[dict[str, float]] = [{"brightnes": 0.1}, {"min_scale": 0}, {"rotation": 181}, {"horizontal_flip": 1.5}, {"hue": 0.6}]
-WRONG += [{"brightness": 0, "contrast": 0, "colour_probability": 0.8}]
-
-
-@pytest.mark.parametrize("wrong", WRONG)
-def test_wrong_values_are_refused(wrong: dict[str, float]) -> None:
-    with pytest.raises(ValidationError):
-        Augmentation(**wrong)
+def test_wrong_values_are_refused() -> None:
+    for wrong in ({"brightnes": 0.1}, {"hue": 0.6}, {"brightness": 0, "contrast": 0, "colour_probability": 0.8}):
+        with pytest.raises(ValidationError):
+            Augmentation(**wrong)
 
 
 @pytest.fixture(scope="module")
@@ -408,13 +404,6 @@ def test_position_and_size_tell_characters_apart(glyphs: Glyphs) -> None:
     assert comma.min() > apostrophe.max()
     small, capital = (_ink_rows(glyphs, character, "DejaVuSerif") for character in "oO")
     assert len(small) < len(capital)
-    braille = [glyphs.select([code], ["DejaVuSans"]).images_NHW[0] for code in (0x2801, 0x2808)]  # dot 1 left, dot 4 right
-    first, fourth = (np.flatnonzero(image_HW.any(axis=0)) for image_HW in braille)
-    assert first.max() < fourth.min()
-    assert not np.array_equal(*(glyphs.select([ord("g")], [face]).images_NHW for face in REGULAR_FACES[::2]))
-    ellipsis_HW = glyphs.select([0x22EF], ["DejaVuSans"]).images_NHW[0]  # midline horizontal ellipsis
-    columns = np.flatnonzero(ellipsis_HW.any(axis=0))
-    assert np.count_nonzero(np.diff(columns) > 1) == 2  # three dots
     arrow_HW = glyphs.select([0x27F7], ["DejaVuSans"]).images_NHW[0]  # long left right arrow, wider than the em
     assert np.array_equal(arrow_HW.any(axis=0), arrow_HW.any(axis=0)[::-1])
 
@@ -439,13 +428,10 @@ def test_chosen_glyphs_are_those_of_a_loop_also_as_a_dataset(glyphs: Glyphs) -> 
     ]
     assert list(zip(selected.character_N.tolist(), selected.face_N.tolist(), strict=True)) == expected
     assert set(selected.names) == set(codes)
-    selected = glyphs.select([0x3B1, 0x1D6C2, ord("A")])
     dataset = to_dataset(selected)
-    assert dataset.column_names == ["image", "caption", "id", "face"] and len(dataset) == len(selected.images_NHW)
-    assert set(dataset["id"]) == {f"U+{code:04X}" for code in selected.names} and dataset[0]["image"].mode == "L"
     assert np.array_equal(np.stack([np.asarray(row["image"]) for row in dataset]), selected.images_NHW)
-    for row, code, face in zip(dataset, selected.character_N.tolist(), selected.face_N.tolist(), strict=True):
-        assert (row["id"], row["caption"], row["face"]) == (f"U+{code:04X}", selected.names[code], selected.faces[face])
+    for row, (code, face) in zip(dataset, expected, strict=True):
+        assert (row["id"], row["caption"], row["face"]) == (f"U+{code:04X}", glyphs.names[code], glyphs.faces[face])
 
 
 def test_impossible_faces_sizes_and_vocabularies_are_refused(glyphs: Glyphs) -> None:
