@@ -196,14 +196,12 @@ def test_bad_labels(tmp_path: Path) -> None:
     for labels, feature, classes, message in (
         (["cat", "dgo"], datasets.Value("string"), ["cat", "dog"], "image '.*set/1' has class 'dgo'.*did you mean 'dog'"),
         (["cat", "cat"], datasets.Value("string"), ["cat", "dog"], "class 'dog' has no image"),
-        (["a", "b"], datasets.Value("string"), ["a", "b", "c", "d"], "class 'c' and 1 more of 4 has no image"),
         (["cat", "cat"], datasets.Value("string"), ["cat", "cat"], "class 'cat' is listed twice"),
         ([0, 2], datasets.Value("int64"), ["cat", "dog"], "label index 2, but the 2 classes go from 0 to 1"),
         ([0, -2], datasets.Value("int64"), None, "label index -2"),
         (["1", "9"], datasets.Value("string"), ["cat", "dog"], "label index 9"),
         ([0, -1], datasets.ClassLabel(names=["a", "b"]), None, "image '.*set/1' has no label"),
         (["cat", None], datasets.Value("string"), None, "has no label"),
-        (["", ""], datasets.Value("string"), None, r"\(and 1 more\) has no label"),
         ([0.5, 1.0], datasets.Value("float32"), None, "labels are floats, e.g. 0.5"),
         ([MAX_INDEX, 1], datasets.Value("int64"), None, "store them as text"),
     ):
@@ -359,7 +357,6 @@ def test_labels_are_names_indices_or_folders_of_wordnet() -> None:
     for labels, message in (
         (folders[:2], "3 classes, but the images are in 2 folders"),
         ([0, 1], "'shark' of 3 classes has no image; use a class file with a line per label"),
-        ([0, 2], "'goldfish' of 3 classes has no image"),
         (["goldfish"], "'tench' and 1 more of 3 classes have no image"),
         ([0, 5], "label 5 is not among the 3 classes"),
         (["shark", "gold fish"], "label 'gold fish' is not among the 3 classes; did you mean 'goldfish'"),
@@ -387,7 +384,6 @@ def test_zero_shot_is_one_set_or_several_by_name() -> None:
         ({"imagenet": {"images": {"path": "x"}}}, r"data\.zero_shot\.imagenet\.classes: Field required"),
         ({"imagenet": one | {"clases": 1}}, r"unknown key .*zero_shot\.imagenet\.clases'; did you mean 'classes'"),
         (one | {"imagenet": one}, r"unknown key .*zero_shot\.imagenet'; did you mean 'images'"),
-        (one | {"templates": "opnai"}, "openai"),
         ({"image net": one}, r"zero_shot\.image net.*should match pattern"),
     ):
         with pytest.raises(XcompatError, match=message):
@@ -525,7 +521,6 @@ def test_a_list_that_does_not_fit_is_said(tmp_path: Path, made: Path) -> None:
         ("a.jpg 0\nwhat is this\n", r"list\.txt line 2 is not an image path with a class \('what is this'\)"),
         ("a.jpg 0\na.jpg 1\n", "two samples have the id 'a.jpg'"),
         ("a.jpg\n", "a.jpg has no class; write the class after the path"),
-        ("a.jpg 4\n", "has label index 4, but the 2 classes go from 0 to 1"),
         ("a.jpg 0\n", "class 'dog' has no image; remove it from the class list"),
     ):
         (tmp_path / "list.txt").write_text(text)
