@@ -34,7 +34,6 @@ from xcompat.models import CompatModel, describe_old
 from xcompat.models.closed_form import Moments, solve_procrustes, solve_ridge
 from xcompat.models.embedder import load_embedder
 from xcompat.models.old_knowledge import OldKnowledge
-from xcompat.outputs import Views
 from xcompat.report import load_report
 from xcompat.retrieval import Gallery
 from xcompat.training.model_evaluation import evaluate_cases, side_info_of
@@ -242,14 +241,10 @@ def test_a_map_onto_an_expanded_model_reaches_the_versions_before_it(method: str
     assert [hits[0].id for hits in gallery.search(new, model, top_k=1)] == [str(row) for row in range(5)]
 
 
-def drift_adapter(variant: str, direction: str = "new_to_old", **options: Any) -> tuple[CompatModel, torch.Tensor]:
-    return begun("drift_adapter", direction, variant=variant, hidden=5, **options)
-
-
 @pytest.mark.parametrize("direction", ["new_to_old", "old_to_new"])
 @pytest.mark.parametrize("variant", ["orthogonal", "low_rank", "mlp"])
 def test_drift_adapter_is_its_formula(variant: str, direction: str) -> None:
-    model, _ = drift_adapter(variant, direction, rank=3)
+    model, _ = begun("drift_adapter", direction, variant=variant, hidden=5, rank=3)
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data.add_(0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
@@ -278,7 +273,7 @@ def test_drift_adapter_is_its_formula(variant: str, direction: str) -> None:
 @pytest.mark.parametrize("direction", ["new_to_old", "old_to_new"])
 @pytest.mark.parametrize("variant", ["orthogonal", "mlp"])
 def test_drift_adapter_begins_at_a_scaled_rotation(variant: str, direction: str) -> None:
-    model, mapped = drift_adapter(variant, direction)
+    model, mapped = begun("drift_adapter", direction, variant=variant)
     source, target = sides(direction)
     rotated = source.double() @ solve_procrustes(Moments.compute([(source, target)]))[0]
     factors = (rotated * target).sum(0) / rotated.square().sum(0)
@@ -291,7 +286,7 @@ def test_drift_adapter_golden_trajectory() -> None:
     given = {name: rows for name, rows in batch().items() if name != "labels"}
     found = {}
     for variant in DRIFT_ADAPTER:
-        model, losses = drift_adapter(variant, rank=2)[0].train(), []
+        model, losses = begun("drift_adapter", "new_to_old", variant=variant, hidden=5, rank=2)[0].train(), []
         optimiser = torch.optim.AdamW([part for part in model.parameters() if part.requires_grad], 1e-2)
         for _ in range(4):
             losses.append(model(**given).loss)
@@ -544,7 +539,12 @@ def test_simclr_normalises_once(image_folder_of: dict[str, str], images: list[Im
 def test_simclr_sees_small_crops(kind: str, image_folder_of: dict[str, str], images: list[Image.Image]) -> None:
     model = METHODS["simclr"].from_encoder(image_folder_of[kind], dim=6, crops=3, crop_size=16, crop_scale=0.3).train()
     collator = PairCollator(model.processor, Augmentation(), model.views)
-    batch = collator([{IMAGE: image, SEED: seed} for seed, image in enumerate(images)])
+    items = [{IMAGE: image, SEED: seed} for seed, image in enumerate(images)]
+    batch, again = collator(items), collator(items)
+    assert all(torch.equal(batch[name], again[name]) for name in batch)
+    assert not torch.equal(batch["pixel_values"], batch["second_pixel_values"])
+    with pytest.raises(XcompatError, match="set data.augmentation"):
+        PairCollator(model.processor, views=model.views)
     crops = batch["crop_pixel_values"]
     assert crops.shape == (len(images), 3, 3, 16, 16)
     assert len({crop.numpy().tobytes() for crop in crops.flatten(0, 1)}) == 3 * len(images), "each is another"
@@ -594,18 +594,6 @@ def test_simclr_trains_the_bits_it_stores(image_folder_of: dict[str, str], image
     assert bits.shape == (4, 6) and set(bits.unique().tolist()) == {0.0, 1.0}
     with torch.no_grad():
         assert torch.equal(bits.bool(), model.eval().features(first) > 0)
-
-
-def test_two_views_are_two_and_repeatable(image_folder_of: dict[str, str], images: list[Image.Image]) -> None:
-    processor = METHODS["simclr"].from_encoder(image_folder_of["resnet"]).processor
-    collator = PairCollator(processor, Augmentation(), Views(second=True))
-    items = [{IMAGE: image, SEED: seed} for seed, image in enumerate(images)]
-    batch, again = collator(items), collator(items)
-    assert not torch.equal(batch["pixel_values"], batch["second_pixel_values"])
-    assert all(torch.equal(batch[name], again[name]) for name in ("pixel_values", "second_pixel_values"))
-    assert torch.equal(PairCollator(processor, Augmentation())(items)["pixel_values"], batch["pixel_values"])
-    with pytest.raises(XcompatError, match="set data.augmentation"):
-        PairCollator(processor, views=Views(second=True))
 
 
 def test_mixup_mixes_images_and_losses(image_folder_of: dict[str, str], images: list[Image.Image]) -> None:
