@@ -28,7 +28,6 @@ from xcompat.mapping import folds as folds_of
 from xcompat.mapping.agreement import HeldOutItems, choose_by_agreement, choose_by_labels_or_agreement
 from xcompat.mapping.candidates import LINES, CandidateParts, fit
 from xcompat.mapping.choice_report import as_json, describe_choice
-from xcompat.mapping.commands import map_embeddings
 from xcompat.mapping.folds import FEWEST, IN_WHOLE, PROTOCOLS, QUERIES, Searched, folds
 from xcompat.mapping.held_out import HeldOutClasses, Trial
 from xcompat.mapping.item_memory import with_item_memory
@@ -287,7 +286,7 @@ def test_ridge_is_left_out_where_folds_learn_from_fewer_items_than_dimensions() 
 def test_what_is_written_is_what_was_tried(sides: tuple[Path, Path], tmp_path: Path) -> None:
     out = tmp_path / "out"
     done, said = run_map(*sides, out)
-    assert done.exit_code == 0, said
+    assert done.exit_code == 0 and f"the old model is named 'old' after {sides[0]}" in said, said
     report = json.loads((out / "report.json").read_text())
     assert report["verdict"] and report["classes"] == CLASSES and report["items"] == CLASSES * EACH
     settings = {key: report["model"][key] for key in ("line", "power", "damping", "sharpness", "share")}
@@ -445,12 +444,10 @@ def test_one_kind_of_items_alone_is_read_of_both(tmp_path: Path) -> None:
     [
         (None, "is a guess"),
         ([1] * 720, "too few items for a validation split"),
-        ([2], "are needed, found"),
         ([50], "are needed, found"),
-        ([1] * 50, "are needed, found"),
         ([2, 2, *[1] * 46], "are needed, found"),
     ],
-    ids=["no class", "many", "two items", "one class", "single items", "almost"],
+    ids=["no class", "many", "one class", "almost"],
 )
 def test_where_nothing_can_be_held_out_a_map_is_a_guess(counts: list[int] | None, said: str, tmp_path: Path) -> None:
     """Without classes 40 items are needed; with classes, some of them of several items."""
@@ -487,15 +484,6 @@ def test_what_cannot_be_solved_is_left_out_and_said(alike: tuple[str, ...], tmp_
     assert all(line in output for line in report["left_out"])
     assert any(trial["power"] is not None for trial in report["trials"]) == ("old" not in alike)
     assert any(trial["share"] for trial in report["trials"]) == ("new" not in alike)
-
-
-def test_model_name_of_a_folder_is_printed(sides: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "old.npy").write_bytes(b"damaged")
-    for name, is_said in ((None, True), ("clip-b32", False)):
-        with pytest.raises(XcompatError, match=r"old\.npy"):
-            map_embeddings(MapRequest(tmp_path / "old.npy", sides[1], tmp_path / "out", old_model=name))
-        printed = " ".join(capsys.readouterr().out.partition("▸ read")[0].split())
-        assert (f"the old model is named 'old' after {tmp_path / 'old.npy'}" in printed) is is_said, "before anything is read"
 
 
 @torch.no_grad()
