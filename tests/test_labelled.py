@@ -86,9 +86,9 @@ def saved_class_label(folder: Path) -> LabelledSource:
     return LabelledSource(path=str(folder))
 
 
-def saved_names(folder: Path) -> LabelledSource:
-    hf_dataset([NAMES[label] for label in LABELS], datasets.Value("string")).save_to_disk(folder)
-    return LabelledSource(path=str(folder))
+def saved(folder: Path, labels: list[object], feature: object = datasets.Value("string"), **columns: list[object]) -> str:
+    hf_dataset(labels, feature, **columns).save_to_disk(folder / "set")
+    return str(folder / "set")
 
 
 def image_folder(folder: Path) -> LabelledSource:
@@ -98,22 +98,18 @@ def image_folder(folder: Path) -> LabelledSource:
     return LabelledSource(path=str(folder))
 
 
-def table(name: str) -> Callable[[Path], LabelledSource]:
+def table(name: str, column: str = "class") -> Callable[[Path], LabelledSource]:
     def write(folder: Path) -> LabelledSource:
-        rows = pd.DataFrame({"image": write_images(folder), "class": [NAMES[label] for label in LABELS]})
+        rows = pd.DataFrame({"image": write_images(folder), column: [NAMES[label] for label in LABELS]})
         if name.endswith("jsonl"):
             rows.to_json(folder / name, orient="records", lines=True)
+        elif name.endswith("parquet"):
+            rows.to_parquet(folder / name)
         else:
             rows.to_csv(folder / name, sep="\t" if "tsv" in name else ",", index=False)
-        return LabelledSource(path=str(folder))
+        return LabelledSource(path=str(folder / name if name.endswith("parquet") else folder))
 
     return write
-
-
-def parquet(folder: Path) -> LabelledSource:
-    rows = pd.DataFrame({"image": write_images(folder), "category": [NAMES[label] for label in LABELS]})
-    rows.to_parquet(folder / "table.parquet")
-    return LabelledSource(path=str(folder / "table.parquet"))
 
 
 FORMATS = [
@@ -121,12 +117,12 @@ FORMATS = [
     shards(lambda label: {"cls": NAMES[label].encode()}),
     shards_of_json,
     saved_class_label,
-    saved_names,
+    lambda folder: LabelledSource(path=saved(folder, [NAMES[label] for label in LABELS])),
     image_folder,
     table("labels.csv"),
     table("metadata.tsv"),
     table("captions.jsonl"),
-    parquet,
+    table("table.parquet", "category"),
 ]
 
 
@@ -185,11 +181,6 @@ def test_splits_have_own_ids_and_columns_are_not_guessed(tmp_path: Path) -> None
     with pytest.raises(XcompatError, match="set label_column"):
         load_labelled(str(tmp_path / "fine"))
     assert load_labelled(LabelledSource(path=str(tmp_path / "fine"), label_column="fine_label")).classes == ["a", "b"]
-
-
-def saved(folder: Path, labels: list[object], feature: object = datasets.Value("string"), **columns: list[object]) -> str:
-    hf_dataset(labels, feature, **columns).save_to_disk(folder / "set")
-    return str(folder / "set")
 
 
 def test_bad_labels(tmp_path: Path) -> None:
