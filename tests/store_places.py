@@ -467,6 +467,8 @@ class QdrantPlace(Place):
     """A collection of Qdrant behind an alias: in a folder that one client alone may open, or on a stand-in for a server."""
 
     cheap = '{"must": [{"key": "price", "range": {"lt": 3}}]}'
+    first: str | None = None
+    """The name of the vector that services search at first; without one, the collection has one vector."""
 
     def __init__(self, address: str, engine: Any = None) -> None:
         from qdrant_client import models
@@ -498,16 +500,26 @@ class QdrantPlace(Place):
 
     def fill(self, vectors_ND: NDArray[np.float32], metric: str = "cosine", prices: dict[int, int] | None = None) -> None:
         distance = self.models.Distance({"cosine": "Cosine", "ip": "Dot", "l2": "Euclid"}[metric])
+        params, known = self.models.VectorParams(size=vectors_ND.shape[1], distance=distance), priced(len(vectors_ND), prices)
+        payloads = [{"price": price} for price in known.values()]
         with self.client() as client:
-            client.create_collection("items_v1", self.models.VectorParams(size=vectors_ND.shape[1], distance=distance))
-            known = priced(len(vectors_ND), prices)
-            client.upload_collection("items_v1", vectors_ND, [{"price": price} for price in known.values()], [*known])
+            client.create_collection("items_v1", called(self.first, params))
+            client.upload_collection("items_v1", called(self.first, vectors_ND), payloads, [*known])
             alias = self.models.CreateAlias(collection_name="items_v1", alias_name="items")
             client.update_collection_aliases([self.models.CreateAliasOperation(create_alias=alias)])
 
+    def searched(self, client: Any) -> str | None:
+        """Return the name of the vector that services write and search."""
+        return None
+
+    def held(self, client: Any, space: str) -> tuple[str, str | None]:
+        """Return the collection of a space, and the name of its vector there."""
+        return space, None
+
     def put(self, item: str, vector_D: NDArray[np.float32], price: int = 1) -> None:
         with self.client() as client:
-            client.upsert("items", [self.models.PointStruct(id=int(item), vector=vector_D.tolist(), payload={"price": price})])
+            vector = called(self.searched(client), vector_D.tolist())
+            client.upsert("items", [self.models.PointStruct(id=int(item), vector=vector, payload={"price": price})])
 
     def note(self, item: str, value: str | None) -> None:
         with self.client() as client:
@@ -535,15 +547,18 @@ class QdrantPlace(Place):
             return {str(point.id): point.payload for point in client.scroll("items", limit=100_000)[0]}
 
     def vectors(self, space: str) -> dict[str, NDArray[np.float32]]:
-        """Read a collection, as directions: the local mode brings vectors to length 1 only when it searches."""
+        """Read a space, as directions: the local mode brings vectors to length 1 only when it searches."""
         with self.client() as client:
-            points, _ = client.scroll(space, limit=100_000, with_vectors=True)
-        found = {str(point.id): np.array(point.vector) for point in points if isinstance(point.vector, list)}
+            collection, name = self.held(client, space)
+            points, _ = client.scroll(collection, limit=100_000, with_vectors=True)
+        held = {str(point.id): point.vector if name is None else (point.vector or {}).get(name) for point in points}
+        found = {item: np.array(vector) for item, vector in held.items() if isinstance(vector, list)}
         return {item: (vector / (np.linalg.norm(vector) or 1)).astype(np.float32) for item, vector in found.items()}
 
     def spoil(self, space: str, item: str, vector_D: NDArray[np.float32]) -> None:
         with self.client() as client:
-            client.update_vectors(space, [self.models.PointVectors(id=int(item), vector=vector_D.tolist())])
+            collection, name = self.held(client, space)
+            client.update_vectors(collection, [self.models.PointVectors(id=int(item), vector=called(name, vector_D.tolist()))])
 
     def everything(self) -> Any:
         with self.client() as client:
@@ -551,6 +566,11 @@ class QdrantPlace(Place):
             names = sorted(found.name for found in client.get_collections().collections)
             held = {name: client.scroll(name, limit=10_000, with_vectors=True)[0] for name in names}
             return aliases, held, {name: client.get_collection(name).config for name in names}
+
+
+def called(name: str | None, vector: Any) -> Any:
+    """Return what a point or a collection has of a vector with a name, or of the only one."""
+    return vector if name is None else {name: vector}
 
 
 @contextmanager
@@ -577,6 +597,8 @@ class QdrantVectorsPlace(QdrantPlace):
     Its services ask the metadata which vector is searched, as others change the name in their settings.
     """
 
+    first = "embedding"
+
     def __init__(self, address: str, engine: Any = None) -> None:
         super().__init__(address, engine)
         self.threads = self.shared  # the local mode has one transaction per collection
@@ -587,31 +609,14 @@ class QdrantVectorsPlace(QdrantPlace):
     def finished(self, space: str) -> str:
         return self.into
 
-    def fill(self, vectors_ND: NDArray[np.float32], metric: str = "cosine", prices: dict[int, int] | None = None) -> None:
-        distance = self.models.Distance({"cosine": "Cosine", "ip": "Dot", "l2": "Euclid"}[metric])
-        params, known = self.models.VectorParams(size=vectors_ND.shape[1], distance=distance), priced(len(vectors_ND), prices)
-        with self.client() as client:
-            client.create_collection("items_v1", {"embedding": params})
-            payloads = [{"price": price} for price in known.values()]
-            client.upload_collection("items_v1", {"embedding": vectors_ND}, payloads, [*known])
-            alias = self.models.CreateAlias(collection_name="items_v1", alias_name="items")
-            client.update_collection_aliases([self.models.CreateAliasOperation(create_alias=alias)])
-
     def searched(self, client: Any) -> str:
-        """Return the name of the vector that services write and search."""
         config = client.get_collection("items").config
         names = config.params.vectors.keys()
         begun = (config.metadata or {}).get("xcompat_in_place")
         return str(begun["searched"]) if begun else next(name for name in ("embedding", self.into) if name in names)
 
-    def name(self, client: Any, space: str) -> str:
-        """Return the name of a space's vector."""
-        return {"embedding": self.searched(client), "embedding_before": "embedding"}.get(space, space)
-
-    def put(self, item: str, vector_D: NDArray[np.float32], price: int = 1) -> None:
-        with self.client() as client:
-            vector = {self.searched(client): vector_D.tolist()}
-            client.upsert("items", [self.models.PointStruct(id=int(item), vector=vector, payload={"price": price})])
+    def held(self, client: Any, space: str) -> tuple[str, str]:
+        return "items", {"embedding": self.searched(client), "embedding_before": "embedding"}.get(space, space)
 
     def dim(self) -> int:
         with self.client() as client:
@@ -626,18 +631,6 @@ class QdrantVectorsPlace(QdrantPlace):
             has = self.models.HasVectorCondition(has_vector=self.searched(client))
             points, _ = client.scroll("items", self.models.Filter(must=[has]), limit=100_000)
             return {str(point.id): point.payload for point in points}
-
-    def vectors(self, space: str) -> dict[str, NDArray[np.float32]]:
-        with self.client() as client:
-            name = self.name(client, space)
-            points, _ = client.scroll("items", limit=100_000, with_vectors=[name])
-        found = {str(point.id): np.array(point.vector[name]) for point in points if name in (point.vector or {})}
-        return {item: (vector / (np.linalg.norm(vector) or 1)).astype(np.float32) for item, vector in found.items()}
-
-    def spoil(self, space: str, item: str, vector_D: NDArray[np.float32]) -> None:
-        with self.client() as client:
-            vector = {self.name(client, space): vector_D.tolist()}
-            client.update_vectors("items", [self.models.PointVectors(id=int(item), vector=vector)])
 
 
 class SqlitePlace(Place):

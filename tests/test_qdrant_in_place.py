@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +12,10 @@ import numpy as np
 import pytest
 from schedule import mostly_nightly
 from store_places import OLD, QdrantPlace, QdrantVectorsPlace, qdrant_place, qdrant_server_place
-from typer.testing import CliRunner
+from test_stores import kill_when_empty, said
 
 import xcompat.stores
 from xcompat import XcompatError
-from xcompat.cli import app
 from xcompat.methods import RidgeModel
 from xcompat.stores import Store, migration
 from xcompat.stores.mapping import Mapping
@@ -87,13 +86,6 @@ def metadata(server: Server) -> set[str]:
     return set(server.client.get_collection("items_v1").config.metadata)
 
 
-def said(*arguments: str) -> tuple[int, str, str]:
-    result = CliRunner().invoke(app, list(arguments))
-    if result.exception is not None and not isinstance(result.exception, SystemExit | XcompatError):
-        raise result.exception
-    return result.exit_code, result.stdout, " ".join(f"{result.output} {result.exception}".split())
-
-
 def test_the_commands_migrate_a_vector_beside_the_old_one(
     shop: Server, vectors: np.ndarray, model: RidgeModel, tmp_path: Path
 ) -> None:
@@ -102,33 +94,27 @@ def test_the_commands_migrate_a_vector_beside_the_old_one(
     before, mapping, uri, plain = held(shop), Mapping(model), address(shop), address(shop, in_place="")
     opened(shop)
     using = ["--model", str(tmp_path / "map")]
-    code, _, line = said("migrate", "plan", uri, *using)
-    assert code == 0 and "your services must change image to the new name (using=)" in line, line
-    code, _, line = said("migrate", "start", uri, *using, "--into", "image_l14")
-    assert code == 0 and f"{N} rows written" in line, line
+    assert "your services must change image to the new name (using=)" in said("migrate", "plan", uri, *using)
+    assert f"{N} rows written" in said("migrate", "start", uri, *using, "--into", "image_l14")
     assert names(shop) == ["image", "image_l14", "title", "xcompat_state"] and held(shop) == before
-    code, out, _ = said("migrate", "status", address(shop, in_place="", vector=""), "--json")
-    found = json.loads(out)
+    found = json.loads(said("migrate", "status", address(shop, in_place="", vector=""), "--json"))
     assert (found["space"], found["into"], found["state"], found["missing"]) == ("image", "image_l14", "filling", 0)
-    code, out, _ = said("migrate", "verify", plain, *using, "--json")
-    assert code == 0 and json.loads(out)["passed"] and json.loads(out)["overlap"] is not None
+    found = json.loads(said("migrate", "verify", plain, *using, "--json"))
+    assert found["passed"] and found["overlap"] is not None
     for name, queries in (("image", vectors), ("image_l14", mapping(vectors))):
         assert shop.client.query_points("items_v1", queries[7].tolist(), using=name).points[0].id == 7
     for is_last in (False, True):
-        code, _, line = said("migrate", "switch", plain, *using)
-        assert code == 0 and "image_l14 in" in line and "has the new vectors, image the old ones" in line, line
+        line = said("migrate", "switch", plain, *using)
+        assert "image_l14 in" in line and "has the new vectors, image the old ones" in line
         assert "your services must use the name image_l14 now: image is not renamed" in line
         store = xcompat.stores.open(address(shop, vector="image_l14"))
         assert store.describe()["spaces"] == {"image": NEW_DIM, "image_before": OLD_DIM}
         assert store.find(mapping(vectors[7:8]), model, 1)[0][0].id == "7"
         if not is_last:
-            code, _, line = said("migrate", "rollback", plain)
-            assert code == 0 and "image has the old vectors again" in line, line
+            assert "image has the old vectors again" in said("migrate", "rollback", plain)
             assert xcompat.stores.open(plain).find(vectors[7:8], OLD, 1)[0][0].id == "7"
-    code, _, line = said("migrate", "finish", plain)
-    assert code and "confirm with --yes" in line and "image" in names(shop)
-    code, _, line = said("migrate", "finish", plain, "--yes")
-    assert code == 0 and "deleted image from qdrant://" in line, line
+    assert "confirm with --yes" in said("migrate", "finish", plain, code=1) and "image" in names(shop)
+    assert "deleted image from qdrant://" in said("migrate", "finish", plain, "--yes")
     assert names(shop) == ["image_l14", "title"] and held(shop) == before and metadata(shop) == {"owner", "xcompat_model"}
     assert store.find(mapping(vectors[7:8]), model, 1)[0][0].id == "7", "a store that was open before finish"
     assert xcompat.stores.open(address(shop, vector="image_l14")).describe()["fingerprint"] == mapping.target[0].digest
@@ -136,25 +122,13 @@ def test_the_commands_migrate_a_vector_beside_the_old_one(
         xcompat.stores.open(plain)
 
 
-def test_a_rollback_before_the_switch_deletes_the_new_vectors_alone(
-    shop: Server, model: RidgeModel, mapping: Mapping, tmp_path: Path
-) -> None:
-    store = opened(shop)
-    before, config = held(shop), shop.client.get_collection("items_v1").config
-    assert migration.start(store, mapping).into == "image_new"
-    code, _, line = said("migrate", "rollback", address(shop, in_place=""))
-    assert code and "deletes image_new; confirm with --yes" in line
-    code, _, line = said("migrate", "rollback", address(shop, in_place=""), "--yes")
-    assert code == 0 and "deleted image_new; image is unchanged" in line
-    assert held(shop) == before and shop.client.get_collection("items_v1").config == config
-
-
 @pytest.mark.parametrize("kind", mostly_nightly(["folder", "server"], "folder".__eq__))
 def test_every_request_can_be_the_last_before_a_kill(
     vectors: np.ndarray, mapping: Mapping, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    """The same command is run again, and nothing of ours is left in the end."""
+    """The same command is run again, and nothing of ours is left in the end; those after it are killed at their first request."""
     for at in itertools.count():
+        left = iter(range(at))
         with (
             qdrant_place(tmp_path / str(at), QdrantVectorsPlace)
             if kind == "folder"
@@ -162,13 +136,12 @@ def test_every_request_can_be_the_last_before_a_kill(
         ):
             place.fill(vectors[:5])
             place.open().name_model("embedding", OLD)
-            calls = itertools.count()
             for verb in ("start", "verify", "switch", "rollback", "switch", "finish"):
                 try:
                     with monkeypatch.context() as patched:
                         store: Any = place.open()
                         for name in WRITES:
-                            patched.setattr(store.client, name, stopping(getattr(store.client, name), calls, at))
+                            patched.setattr(store.client, name, kill_when_empty(getattr(store.client, name), left))
                         run(verb, store, mapping)
                 except KeyboardInterrupt:
                     run(verb, place.open(), mapping)
@@ -178,7 +151,7 @@ def test_every_request_can_be_the_last_before_a_kill(
                 assert set(client.get_collection("items").config.metadata) == {"xcompat_model"}
             assert place.names() == ["items = items_v1", "items_v1", "embedding_new"]
             place.close()
-        if next(calls) <= at:  # it was not killed
+        if next(left, None) is not None:  # it was not killed
             break
     assert at > 20
 
@@ -196,18 +169,6 @@ def run(verb: str, store: Store, mapping: Mapping) -> None:
         migration.rollback(store)
     elif verb == "finish" and state != "none":
         migration.finish(store)
-
-
-def stopping(call: Callable[..., Any], calls: Iterator[int], at: int) -> Callable[..., Any]:
-    """Return a request that is the last if its number is so."""
-
-    def last(*args: Any, **options: Any) -> Any:
-        result = call(*args, **options)
-        if next(calls) == at:
-            raise KeyboardInterrupt
-        return result
-
-    return last
 
 
 def test_what_services_write_meanwhile_is_missing_and_then_filled(shop: Server, vectors: np.ndarray, mapping: Mapping) -> None:
