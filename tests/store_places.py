@@ -28,7 +28,6 @@ OLD = Fingerprint.from_string("the old model")
 
 
 def unit_vectors(count: int, dim: int, seed: int = 0) -> NDArray[np.float32]:
-    """Return (count, dim) random directions, the same each time."""
     rows = np.random.default_rng(seed).standard_normal((count, dim)).astype(np.float32)
     return rows / np.linalg.norm(rows, axis=1, keepdims=True)
 
@@ -48,22 +47,13 @@ def map_of_galleries(vectors_Nd: NDArray[np.float32], dim: int) -> RidgeModel:
     return solve_map(vectors_Nd, vectors_Nd @ turn_dD)
 
 
-def priced(count: int, prices: dict[int, int] | None) -> dict[int, int]:
-    """Return the price of each item by its id: those that are given, or the last digits of the ids."""
-    return {row: row % 10 for row in range(count)} if prices is None else prices
-
-
 class Readable(ABC):
     """A store of items with a vector and a price."""
 
-    cheap: Any
-    """The filter ``price < 3`` in its language."""
-    metrics: tuple[str, ...] = ("cosine", "ip", "l2")
-    """By which it can compare."""
-    shared = True
-    """Whether several clients may open it at once."""
-    threads = True
-    """Whether two threads may write with one client."""
+    cheap: Any  # the filter ``price < 3`` in its language
+    metrics: tuple[str, ...] = ("cosine", "ip", "l2")  # by which it can compare
+    shared = True  # whether several clients may open it at once
+    threads = True  # whether two threads may write with one client
 
     def __init__(self) -> None:
         self.opened: list[Store] = []
@@ -80,53 +70,47 @@ class Readable(ABC):
             self.opened.pop().close()
 
     @abstractmethod
-    def uri(self, **options: str) -> str:
-        """Return the address of the items."""
+    def uri(self, **options: str) -> str: ...
 
-    @abstractmethod
     def fill(self, vectors_ND: NDArray[np.float32], metric: str = "cosine", prices: dict[int, int] | None = None) -> None:
         """Make the items; unless prices by id are given, ids are the numbers of the rows and prices their last digits."""
+        self._insert(vectors_ND, metric, {row: row % 10 for row in range(len(vectors_ND))} if prices is None else prices)
+
+    @abstractmethod
+    def _insert(self, vectors_ND: NDArray[np.float32], metric: str, prices: dict[int, int]) -> None: ...
 
 
 class Place(Readable):
     """A database, which others change too."""
 
-    into = "embedding_new"
-    """The name of a new space."""
-    refusals: tuple[type[Exception], ...]
-    """What its client raises where vectors have another dimension, or there is nothing of the name."""
+    into = "embedding_new"  # the name of a new space
+    refusals: tuple[type[Exception], ...]  # of its client, where vectors have another dimension or there is nothing of the name
 
     def finished(self, space: str) -> str:
         """Return the name of the searched space after a migration from a space."""
         return space
 
     @abstractmethod
-    def clear(self) -> None:
-        """Delete everything."""
+    def clear(self) -> None: ...
 
     @abstractmethod
-    def put(self, item: str, vector_D: NDArray[np.float32], price: int = 1) -> None:
-        """Insert or change an item, as a service does that knows the searched space alone."""
+    def put(self, item: str, vector_D: NDArray[np.float32], price: int = 1) -> None: ...
 
     @abstractmethod
-    def note(self, item: str, value: str | None) -> None:
-        """Set the field ``about`` of an item and leave its vector; None empties it."""
+    def note(self, item: str, value: str | None) -> None: ...
 
     def empty(self, item: str) -> None:
         """Remove the vector of an item, where the store allows it."""
         raise NotImplementedError
 
     @abstractmethod
-    def delete(self, item: str) -> None:
-        """Delete an item, as a service does."""
+    def delete(self, item: str) -> None: ...
 
     @abstractmethod
-    def dim(self) -> int:
-        """Return the dimension of the vectors that are searched now."""
+    def dim(self) -> int: ...
 
     @abstractmethod
-    def names(self) -> list[str]:
-        """Return what stands there: tables, collections, aliases, columns."""
+    def names(self) -> list[str]: ...
 
     @abstractmethod
     def rows(self) -> dict[str, dict[str, Any]]:
@@ -137,8 +121,7 @@ class Place(Readable):
         """Return the vectors of a space by id, without rows that have none."""
 
     @abstractmethod
-    def spoil(self, space: str, item: str, vector_D: NDArray[np.float32]) -> None:
-        """Replace one vector of a space and nothing else."""
+    def spoil(self, space: str, item: str, vector_D: NDArray[np.float32]) -> None: ...
 
     @abstractmethod
     def everything(self) -> Any:
@@ -146,8 +129,6 @@ class Place(Readable):
 
 
 class PostgresPlace(Place):
-    """A table of PostgreSQL with pgvector."""
-
     cheap = "price < 3"
 
     def __init__(self, server: str, connection: Any) -> None:
@@ -162,10 +143,9 @@ class PostgresPlace(Place):
     def uri(self, **options: str) -> str:
         return self.server + "".join(f"&{name}={value}" for name, value in {"table": "items", **options}.items())
 
-    def fill(self, vectors_ND: NDArray[np.float32], metric: str = "cosine", prices: dict[int, int] | None = None) -> None:
+    def _insert(self, vectors_ND: NDArray[np.float32], metric: str, prices: dict[int, int]) -> None:
         self.connection.execute(f"CREATE TABLE items (id bigint PRIMARY KEY, price int, embedding vector({vectors_ND.shape[1]}))")
-        items = priced(len(vectors_ND), prices).items()
-        rows = [(item, price, str(vector.tolist())) for (item, price), vector in zip(items, vectors_ND, strict=True)]
+        rows = [(*item, str(vector.tolist())) for item, vector in zip(prices.items(), vectors_ND, strict=True)]
         self.connection.cursor().executemany("INSERT INTO items VALUES (%s, %s, %s)", rows)
 
     def put(self, item: str, vector_D: NDArray[np.float32], price: int = 1) -> None:
@@ -209,7 +189,6 @@ class PostgresPlace(Place):
 
 @contextmanager
 def postgres_place(request: pytest.FixtureRequest, folder: Path) -> Iterator[Place]:
-    """Open an empty database of the server that all tests share."""
     import psycopg
 
     server = request.getfixturevalue("postgres")
@@ -220,8 +199,6 @@ def postgres_place(request: pytest.FixtureRequest, folder: Path) -> Iterator[Pla
 
 
 class ChromaPlace(Place):
-    """A folder of Chroma, or a database of a server."""
-
     into = "items_new"
     cheap = '{"price": {"$lt": 3}}'  # as the command line gives it; a dict does as well
 
@@ -242,9 +219,9 @@ class ChromaPlace(Place):
     def collection(self, name: str = "items") -> Any:
         return self.client.get_collection(name, embedding_function=None)
 
-    def fill(self, vectors_ND: NDArray[np.float32], metric: str = "cosine", prices: dict[int, int] | None = None) -> None:
+    def _insert(self, vectors_ND: NDArray[np.float32], metric: str, prices: dict[int, int]) -> None:
         options = {"metadata": {"shop": "ours"}, "configuration": {"hnsw": {"space": metric, "ef_construction": 200}}}
-        known = {str(item): {"price": price} for item, price in priced(len(vectors_ND), prices).items()}
+        known = {str(item): {"price": price} for item, price in prices.items()}
         items = self.client.create_collection("items", embedding_function=None, **options)
         items.add([*known], vectors_ND, [*known.values()], [f"item {item}" for item in known])
 
@@ -294,8 +271,6 @@ def chroma_place(request: pytest.FixtureRequest, folder: Path) -> Iterator[Place
 
 
 class LancePlace(Place):
-    """A table of LanceDB in a folder."""
-
     cheap = "price < 3"
     refusals = (RuntimeError, OSError, ValueError)  # the other dimension, and commits of others that come in between
 
@@ -316,9 +291,8 @@ class LancePlace(Place):
     def uri(self, **options: str) -> str:
         return f"lancedb://{self.folder}?{urlencode({'table': 'items', **options})}"
 
-    def fill(self, vectors_ND: NDArray[np.float32], metric: str = "cosine", prices: dict[int, int] | None = None) -> None:
-        known = priced(len(vectors_ND), prices)
-        rows = {"id": [*known], "price": [*known.values()], "embedding": fixed_size(vectors_ND)}
+    def _insert(self, vectors_ND: NDArray[np.float32], metric: str, prices: dict[int, int]) -> None:
+        rows = {"id": [*prices], "price": [*prices.values()], "embedding": fixed_size(vectors_ND)}
         self.database.create_table("items", pa.table(rows))
 
     def put(self, item: str, vector_D: NDArray[np.float32], price: int = 1) -> None:
@@ -333,10 +307,11 @@ class LancePlace(Place):
     def empty(self, item: str) -> None:
         row = self.table.search().where(f"id = {item}").to_arrow()
         place = row.schema.get_field_index("embedding")
-        none = pa.nulls(1, row.schema.field(place).type)
-        self.table.merge_insert("id").when_matched_update_all().execute(
-            row.set_column(place, row.schema.field(place), none), on_bad_vectors="null"
-        )
+        field = row.schema.field(place)
+        self._update(row.set_column(place, field, pa.nulls(1, field.type)), on_bad_vectors="null")
+
+    def _update(self, rows: pa.Table, **options: str) -> None:
+        self.table.merge_insert("id").when_matched_update_all().execute(rows, **options)
 
     def delete(self, item: str) -> None:
         self.table.delete(f"id = {item}")
@@ -355,22 +330,17 @@ class LancePlace(Place):
         return {str(row["id"]): np.array(row[space], np.float32) for row in rows}
 
     def spoil(self, space: str, item: str, vector_D: NDArray[np.float32]) -> None:
-        self.table.merge_insert("id").when_matched_update_all().execute(
-            pa.table({"id": [int(item)], space: fixed_size(vector_D[None])})
-        )
+        self._update(pa.table({"id": [int(item)], space: fixed_size(vector_D[None])}))
 
     def everything(self) -> Any:
         return self.table.to_arrow().sort_by("id"), self.table.schema, self.database.list_tables().tables
 
 
 def fixed_size(vectors_ND: NDArray[Any]) -> Any:
-    """Return vectors as Arrow's lists of one length."""
     return pa.FixedSizeListArray.from_arrays(pa.array(np.ascontiguousarray(vectors_ND).reshape(-1)), vectors_ND.shape[1])
 
 
 class GalleryPlace(Readable):
-    """A gallery in a folder."""
-
     cheap: Any = {"price": [0, 1, 2]}  # noqa: RUF012
 
     def __init__(self, folder: Path) -> None:
@@ -380,17 +350,15 @@ class GalleryPlace(Readable):
     def uri(self, **options: str) -> str:
         return f"file://{self.folder}"
 
-    def fill(self, vectors_ND: NDArray[np.float32], metric: str = "cosine", prices: dict[int, int] | None = None) -> None:
+    def _insert(self, vectors_ND: NDArray[np.float32], metric: str, prices: dict[int, int]) -> None:
         gallery = Gallery.create(self.folder, OLD, dim=vectors_ND.shape[1], metric=metric)
-        known = [*priced(len(vectors_ND), prices).items()]
+        ids, known = [str(item) for item in prices], [{"price": price} for price in prices.values()]
         for part in (slice(231), slice(231, None)):
-            gallery.add(vectors_ND[part], [str(item) for item, _ in known[part]], [{"price": price} for _, price in known[part]])
+            gallery.add(vectors_ND[part], ids[part], known[part])
             gallery.commit()
 
 
 class MilvusPlace(Place):
-    """A file of Milvus Lite, or a server."""
-
     into = "items_new"
     cheap = "price < 3"
 
@@ -408,7 +376,7 @@ class MilvusPlace(Place):
     def uri(self, **options: str) -> str:
         return f"{self.address}?collection=items"
 
-    def fill(self, vectors_ND: NDArray[np.float32], metric: str = "cosine", prices: dict[int, int] | None = None) -> None:
+    def _insert(self, vectors_ND: NDArray[np.float32], metric: str, prices: dict[int, int]) -> None:
         from pymilvus import DataType
 
         schema, index = self.client.create_schema(enable_dynamic_field=True), self.client.prepare_index_params()
@@ -416,7 +384,7 @@ class MilvusPlace(Place):
         schema.add_field("vector", DataType.FLOAT_VECTOR, dim=vectors_ND.shape[1])
         index.add_index("vector", "FLAT", metric_type=metric.upper())
         self.client.create_collection("items", schema=schema, index_params=index, consistency_level="Strong")
-        items = zip(priced(len(vectors_ND), prices).items(), vectors_ND, strict=True)
+        items = zip(prices.items(), vectors_ND, strict=True)
         self.client.insert("items", [{"id": item, "vector": vector, "price": price} for (item, price), vector in items])
 
     def put(self, item: str, vector_D: NDArray[np.float32], price: int = 1) -> None:
@@ -498,13 +466,15 @@ class QdrantPlace(Place):
         yield client
         client.close()
 
-    def fill(self, vectors_ND: NDArray[np.float32], metric: str = "cosine", prices: dict[int, int] | None = None) -> None:
+    def _insert(self, vectors_ND: NDArray[np.float32], metric: str, prices: dict[int, int]) -> None:
         distance = self.models.Distance({"cosine": "Cosine", "ip": "Dot", "l2": "Euclid"}[metric])
-        params, known = self.models.VectorParams(size=vectors_ND.shape[1], distance=distance), priced(len(vectors_ND), prices)
-        payloads = [{"price": price} for price in known.values()]
+        params, payloads = (
+            self.models.VectorParams(size=vectors_ND.shape[1], distance=distance),
+            [{"price": price} for price in prices.values()],
+        )
         with self.client() as client:
             client.create_collection("items_v1", called(self.first, params))
-            client.upload_collection("items_v1", called(self.first, vectors_ND), payloads, [*known])
+            client.upload_collection("items_v1", called(self.first, vectors_ND), payloads, [*prices])
             alias = self.models.CreateAlias(collection_name="items_v1", alias_name="items")
             client.update_collection_aliases([self.models.CreateAliasOperation(create_alias=alias)])
 
@@ -634,8 +604,6 @@ class QdrantVectorsPlace(QdrantPlace):
 
 
 class SqlitePlace(Place):
-    """A table of sqlite-vec in a file."""
-
     into = "items_new"
     cheap = "price < 3"
     metrics = ("cosine", "l2")
@@ -658,12 +626,11 @@ class SqlitePlace(Place):
     def uri(self, **options: str) -> str:
         return f"sqlite://{self.file}?table=items"
 
-    def fill(self, vectors_ND: NDArray[np.float32], metric: str = "cosine", prices: dict[int, int] | None = None) -> None:
+    def _insert(self, vectors_ND: NDArray[np.float32], metric: str, prices: dict[int, int]) -> None:
         embedding = f"embedding float[{vectors_ND.shape[1]}] distance_metric={metric}"
-        self.connection.execute(
-            f"CREATE VIRTUAL TABLE items USING vec0(id integer primary key, price integer, +about text, {embedding})"
-        )
-        rows = zip(priced(len(vectors_ND), prices).items(), vectors_ND, strict=True)
+        columns = f"id integer primary key, price integer, +about text, {embedding}"
+        self.connection.execute(f"CREATE VIRTUAL TABLE items USING vec0({columns})")
+        rows = zip(prices.items(), vectors_ND, strict=True)
         with self.connection:
             asked = "INSERT INTO items (id, price, embedding) VALUES (?, ?, ?)"
             self.connection.executemany(asked, ((*row, vector.tobytes()) for row, vector in rows))
