@@ -202,30 +202,6 @@ def test_zero_shot_is_a_case_and_counts(models: EvaluatedModels[EmbeddedPairs]) 
     assert any("zero_shot@1" in line for line in failed)
 
 
-def test_several_zero_shot_sets_count_by_name(models: EvaluatedModels[EmbeddedPairs]) -> None:
-    def named(model: EmbeddedPairs) -> EmbeddedPairs:
-        shot = model.zero_shot_by_name[""]
-        fewer = ZeroShot(shot.image_embeds_ND[:6], shot.class_embeds_CD[:2], shot.labels_N[:6])
-        return replace(model, zero_shot={"all": shot, "few": fewer})
-
-    alone = evaluate(models, EvaluationOptions(n_resamples=20))
-    several = replace(models, old=named(models.old), new_view=named(models.new_view))
-    found = evaluate(several, EvaluationOptions(n_resamples=20))
-    plain = {case.label: case for case in alone.cases if "zero_shot@1" in case.metrics}
-    for label, case in plain.items():
-        one, other = (
-            next(each for each in found.cases if each.label == label and f"zero_shot:{name}@1" in each.metrics)
-            for name in ("all", "few")
-        )
-        assert one.metrics == {"zero_shot:all@1": case.metrics["zero_shot@1"]}
-        assert (other.n_queries, other.n_gallery) == (6, 2)
-    assert [each.metric for each in found.criterion.differences][-2:] == ["zero_shot:all@1", "zero_shot:few@1"]
-    few = several.old.zero_shot_by_name["few"]
-    other = {**several.old.zero_shot_by_name, "few": replace(few, labels_N=few.labels_N[::-1])}
-    with pytest.raises(XcompatError, match="zero-shot label of few 0 is 1 in new_view but 0 in old"):
-        evaluate(replace(several, new_view=replace(several.new_view, zero_shot=other)))
-
-
 def test_cut_offs_beyond_the_gallery_are_left_out(models: EvaluatedModels[EmbeddedPairs]) -> None:
     result = evaluate(models, EvaluationOptions(ks=(1, 10, 61, 100), n_resamples=20))
     for case in result.cases:
@@ -301,6 +277,10 @@ def test_models_must_agree_on_the_items(models: EvaluatedModels[EmbeddedPairs]) 
     broken = replace(models.new, text_embeds_MD=np.full((61, 24), np.nan))
     with pytest.raises(XcompatError, match="new/new image-to-text: NaN or infinite numbers in gallery"):
         evaluate(replace(models, new=broken))
+    shot = models.new_view.zero_shot_by_name[""]
+    other = replace(models.new_view, zero_shot={"few": replace(shot, labels_N=shot.labels_N[::-1])})
+    with pytest.raises(XcompatError, match="zero-shot label of few 0 is 4 in new_view but 0 in old"):
+        evaluate(replace(models, old=replace(models.old, zero_shot={"few": shot}), new_view=other))
     with pytest.raises(XcompatError, match="cannot name an extra model"):
         evaluate(replace(models, extra={"new": models.new_view}))
     embeds, ids = np.eye(6, 4, dtype=np.float32), list("abcdef")
