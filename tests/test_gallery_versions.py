@@ -210,40 +210,6 @@ def test_what_cannot_be_upgraded_is_refused(tmp_path: Path) -> None:
     assert gallery.generation == 2 and gallery.damage() == []
 
 
-@pytest.mark.parametrize("factory", ["IDMap,Flat", "IVF4,Flat", "HNSW8"])
-def test_a_faiss_index_is_adopted_where_it_is(factory: str, tmp_path: Path) -> None:
-    own_ids = range(1000, 1000 + N) if "IDMap" in factory else None
-    write_index(tmp_path / "own.faiss", unit(N, d, 0), factory, ids=own_ids)
-    before = (tmp_path / "own.faiss").read_bytes()
-    gallery = Gallery.from_faiss(tmp_path / "g", tmp_path / "own.faiss", [f"i{number}" for number in range(N)], OLD)
-    assert gallery.metric == "cosine" and len(gallery) == N
-    assert sum(path.stat().st_size for path in (tmp_path / "g").rglob("*") if path.is_file()) < len(before) + 20_000
-    assert ids(gallery.search(unit(N, d, 0)[[9]], OLD, top_k=1)) == [["i9"]]
-    gallery.add(unit(3, d, 7), ["x", "y", "z"])
-    gallery.remove(["i9"])
-    gallery.commit()
-    assert gallery.find(["i9", "x"]) == [None, OLD]
-    assert gallery.upgrade(gallery_map()) == N + 2 and (tmp_path / "own.faiss").read_bytes() == before
-    gallery.rollback(1)
-    (tmp_path / "own.faiss").write_bytes(before[:-5])
-    assert any("own.faiss" in line for line in Gallery.open(tmp_path / "g").damage())
-
-
-def test_an_index_that_does_not_fit_is_not_adopted(tmp_path: Path) -> None:
-    text, five = tmp_path / "text.faiss", numbered(5)
-    own = write_index(tmp_path / "own.faiss", unit(5, d, 0), metric=faiss.METRIC_L2)
-    text.write_text("no index")
-    for path, names, said in (
-        (own, five[:4], "holds 5 vectors, but there are 4 ids"),
-        (own, [*five[:4], "0"], "is given twice"),
-        (text, five, "is not a readable faiss index"),
-    ):
-        with pytest.raises(XcompatError, match=said):
-            Gallery.from_faiss(tmp_path / "g", path, names, OLD)
-    gallery = Gallery.from_faiss(tmp_path / "g", own, five, OLD)
-    assert gallery.metric == "l2" and ids(gallery.search(unit(5, d, 0)[[2]], OLD, top_k=1)) == [["2"]]
-
-
 @pytest.mark.parametrize("count", [1, 2, 20, 64])
 @pytest.mark.parametrize("metric", ["cosine", "l2"])
 def test_the_first_items_of_a_new_model_are_found(count: int, metric: str, tmp_path: Path) -> None:

@@ -339,6 +339,8 @@ def test_ids_can_be_given_for_own_ids_in_any_clear_way(tmp_path: Path) -> None:
     assert ids_of(4, make_index("IDMap,Flat", ids=shuffled), names) == ascending
     with pytest.raises(XcompatError, match="the lines of --ids cannot be matched to them; remove --ids"):
         ids_of(5, make_index("IVF8,Flat", ids=shuffled), names)
+    with pytest.raises(XcompatError, match="'item 0' is given twice"):
+        ids_of(6, make_index("Flat"), [names[0], *names[:-1]])
 
 
 DEDUP = r"\(IndexIVFFlatDedup\).* returns no vectors .* build .* 'IVF8,Flat'"
