@@ -201,22 +201,6 @@ def test_crowded_and_equal_scores_are_ranked_exactly() -> None:
         assert mean_average_precision(embeds, embeds, labels, labels, range(6), range(6), at="R") == 0.0
 
 
-def test_values_equal_pytorch_metric_learning() -> None:
-    from pytorch_metric_learning.distances import CosineSimilarity
-    from pytorch_metric_learning.utils.accuracy_calculator import AccuracyCalculator
-    from pytorch_metric_learning.utils.inference import CustomKNN
-
-    embeds, _, labels, _ = random_problem(6, 120, 1, 16, 6)
-    unit = torch.nn.functional.normalize(torch.tensor(embeds))
-    names = ("precision_at_1", "mean_average_precision_at_r", "mean_average_precision")
-    oracle = AccuracyCalculator(include=names, k=119, device=torch.device("cpu"), knn_func=CustomKNN(CosineSimilarity()))
-    expected = oracle.get_accuracy(unit, torch.tensor(labels))
-    problem = (embeds, embeds, labels, labels, range(120), range(120))
-    assert cmc(*problem)[1] == pytest.approx(expected["precision_at_1"])
-    assert mean_average_precision(*problem, at="R") == pytest.approx(expected["mean_average_precision_at_r"])
-    assert mean_average_precision(*problem) == pytest.approx(expected["mean_average_precision"])
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
 def test_kinds_of_arrays_do_not_matter(dtype: torch.dtype, tmp_path: Path) -> None:
     queries, gallery, *labels = random_problem(8, 30, 60, 32, 5)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 import re
 import runpy
 import shutil
@@ -39,7 +38,7 @@ from xcompat.training.recipe import Recipe, load_recipe
 from xcompat.training.run import StageRun, run_recipe
 from xcompat.training.shipped import find_recipes, shipped_recipes
 from xcompat.training.stage import SIDES
-from xcompat.training.stage_recipe import AUTO_MAP, ROLES, STAGE_PREFIX, StageRecipe, method_class, usual_options
+from xcompat.training.stage_recipe import AUTO_MAP, STAGE_PREFIX, StageRecipe, method_class
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))
@@ -95,18 +94,16 @@ def loaded(file: Path) -> Recipe:
 
 @cache
 def planned() -> dict[Path, set[str]]:
-    """Return the stages of each recipe that are like none before them, with those that they are made from; one that is judged.
-
-    Stages with models of the same kinds and options that differ in numbers other than 0 alone are alike: so are their stand-ins.
-    """
-    seen: set[str] = set()
+    """Return of each recipe the stages that set what none before them does, with what they are made from; one that is judged."""
+    seen = set[tuple[object, ...]]()
     plan = {}
     for file in filter(readable, RECIPES):
         wanted = set()
-        for name, kind in kinds_of(loaded(file)).items():
+        for stage in loaded(file).stages:
+            kind = (stage.method, stage.memory, *sorted(stage.options), *sorted(stage.data.model_fields_set))
             if kind not in seen:
                 seen.add(kind)
-                wanted |= with_ancestors(loaded(file), name)
+                wanted |= with_ancestors(loaded(file), stage.name)
         judged = [with_ancestors(loaded(file), stage.name) for stage in loaded(file).stages if stage.is_judged]
         names = {stage.name for stage in loaded(file).stages if stage.is_judged}
         plan[file] = wanted if wanted & names else wanted | min(judged, key=len)
@@ -122,31 +119,6 @@ def with_ancestors(recipe: Recipe, name: str) -> set[str]:
         evaluation = stages[one].evaluation
         waiting += [*stages[one].source_stages(), *(evaluation.compare_with if evaluation else [])]
     return found
-
-
-def kinds_of(recipe: Recipe) -> dict[str, str]:
-    """Return for each stage a text that is that of all stages which are alike."""
-    kinds: dict[str, str] = {}
-    for stage in recipe.stages:
-        described: dict[str, Any] = {"method": stage.method, "memory": stage.memory, "parts": stage.mini_batch_size is None}
-        described["options"] = without_numbers(usual_options(stage.method) | stage.options)
-        for role, source in stage.model_dump(mode="json", include={*ROLES, "projection"}).items():
-            name = str(source.get("name", "") if isinstance(source, dict) else source)
-            known = source.get("model", {}).get("model_type") if isinstance(source, dict) else None
-            described[role] = "stage" if name.startswith(STAGE_PREFIX) else known or name
-        kept = ("old_reads", "old_embeddings", "new_embeddings", "one_per_id", "embeddings_of", "samples_per_class", "views")
-        described["data"] = stage.data.model_dump(mode="json", include=set(kept))
-        described["learns from"] = [key for key in ("images", "pairs", "text_pairs") if getattr(stage.data, key)]
-        kinds[stage.name] = json.dumps(described, sort_keys=True)
-    return kinds
-
-
-def without_numbers(value: Any) -> Any:
-    """Return nested settings, of whose numbers only those that are 0, which often leaves something out, are kept."""
-    if isinstance(value, dict):
-        return {key: without_numbers(each) for key, each in value.items()}
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return "a number" if is_number and value else value
 
 
 @pytest.mark.parametrize("file", [*PAPERS, SCHEDULE, *BENCHMARK, SCRATCH], ids=named)
@@ -173,13 +145,6 @@ def test_recipes_of_bt2_and_oca_multiply_and_start_as_the_papers_do_or_say_that_
     assert not scaled or "cosines times 16" in file.read_text(encoding="utf-8"), scaled
     turned = [stage for stage in stages if stage.method != "bct" and stage.options.get("transform") != "none"]
     assert all(stage.options.get("random_start") for stage in turned)
-
-
-def test_workers_decode_images_for_frozen_models_in_the_training_step() -> None:
-    online = {(file, stage.name): stage for file in RECIPES for stage in loaded(file).stages if stage.online_roles}
-    on_gpus = {place: stage for place, stage in online.items() if "a GPU" in place[0].read_text(encoding="utf-8")}
-    assert {file.parent.name for file, _ in on_gpus} == {"bt2", "oca", "vision"}
-    assert [place for place, stage in on_gpus.items() if not stage.training.get("dataloader_num_workers")] == []
 
 
 def test_headers_and_the_overview_say_what_a_recipe_needs() -> None:
@@ -369,25 +334,11 @@ def test_accelerate_reads_every_configuration_without_a_key_left_over(file: Path
         assert getattr(config, key) == value, key
 
 
-@pytest.mark.nightly
-def test_cpu_2_starts_two_processes(tmp_path: Path) -> None:
-    script = tmp_path / "who.py"
-    script.write_text(
-        "from pathlib import Path\n"
-        "import torch, torch.distributed as dist\n"
-        "from xcompat.core.distributed import end_processes, process_state\n"
-        "state = process_state()\n"
-        "ranks = torch.tensor([state.process_index])\n"
-        "dist.all_reduce(ranks)\n"
-        "text = f'{state.num_processes} {dist.get_backend()} {ranks.item()} {state.device.type}'\n"
-        f"Path({str(tmp_path)!r}, f'rank-{{state.process_index}}').write_text(text)\n"
-        "end_processes()\n"
-    )
-    config = str(ROOT / "accelerate_configs" / "cpu_2.yaml")
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", config, str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert [(tmp_path / f"rank-{rank}").read_text() for rank in range(2)] == ["2 gloo 1 cpu"] * 2
+def test_workers_decode_images_for_frozen_models_in_the_training_step() -> None:
+    online = {(file, stage.name): stage for file in RECIPES for stage in loaded(file).stages if stage.online_roles}
+    on_gpus = {place: stage for place, stage in online.items() if "a GPU" in place[0].read_text(encoding="utf-8")}
+    assert {file.parent.name for file, _ in on_gpus} == {"bt2", "oca", "vision"}
+    assert [place for place, stage in on_gpus.items() if not stage.training.get("dataloader_num_workers")] == []
 
 
 NAMES = [file.relative_to(ROOT / "recipes").with_suffix("").as_posix() for file in RECIPES]

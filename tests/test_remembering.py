@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import tracemalloc
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,7 +28,6 @@ from xcompat.data.pairs import rows_of_ids
 from xcompat.embeddings.cache import CacheInfo, EmbeddingCache
 from xcompat.embeddings.cache_writer import fill_cache
 from xcompat.evaluation import ranking_per_query
-from xcompat.hub.card import model_card
 from xcompat.mapping import CaptionedEmbeddings, choose
 from xcompat.mapping.candidates import LINES, Candidate, CandidateParts
 from xcompat.mapping.choice_report import as_json, choice_table, describe_choice
@@ -38,7 +36,6 @@ from xcompat.mapping.paired import PairedEmbeddings, SwappedEmbeddings, load_pai
 from xcompat.methods import METHODS
 from xcompat.models import describe_old
 from xcompat.models.embedder import Embedder, load_checkpoint, load_embedder
-from xcompat.models.push import model_facts
 from xcompat.models.query_memory import QueryMemory
 from xcompat.report import load_report
 from xcompat.retrieval import Gallery
@@ -360,15 +357,6 @@ def test_an_upgrade_remembers_and_nothing_else_does(made: str, codec: str | None
     torch.testing.assert_close(half.upgrade(*(each.bfloat16() for each in given)).float(), leant, rtol=0, atol=0.1)
     assert half.fingerprint() == model.fingerprint()
     assert torch.equal(model.remember(None).upgrade(*given), own) and model.fingerprint() == before
-
-
-def test_the_card_says_what_is_mapped_remembers() -> None:
-    unnamed = model_facts(mapping("fct").remember(memory()))
-    assert "to the space of a newer model (name unknown)." in str(model_card("me/map", unnamed, None))
-    facts = replace(unnamed, base={"name": "new", "revision": None, "library": "timm"})
-    card = str(model_card("me/map", facts, None))
-    assert "Training data in this repository: 10 class means by the old model, and as many by the new model" in card
-    assert "Queries wear" not in card
 
 
 def old_gallery(folder: Path) -> Gallery:

@@ -30,7 +30,7 @@ from xcompat.embeddings.cache import EmbeddingCache
 from xcompat.encoders.base import Encoder
 from xcompat.methods import METHODS
 from xcompat.models.embedder import load_embedder
-from xcompat.report import load_report, render_markdown
+from xcompat.report import load_report
 from xcompat.report.comparison import EvaluatedMethod, compare
 from xcompat.report.comparison.tables import tables
 from xcompat.report.content import Cost
@@ -571,17 +571,11 @@ def test_mistakes_of_a_later_stage_stop_before_an_earlier_one_is_trained(
         run_recipe(recipe_of(raw, stages=[phi, pair | changes | {"name": "later"}]))
 
 
-@pytest.mark.parametrize(
-    "training",
-    [
-        {"lr_scheduler_type": "polynomial", "warmup_steps": 1000, "max_steps": -1, "num_train_epochs": 5000},
-        {"torch_compile_backend": "Eager"},
-        {"torch_compile_backend": "no"},
-    ],
-)
-def test_what_can_be_trained_with_passes_the_trial(training: dict[str, Any], raw: dict[str, Any], tmp_path: Path) -> None:
-    settings = recipe_of(raw, training=raw["training"] | training).stages[1]
-    check_services(settings, training_arguments(settings, 0, tmp_path))
+def test_what_can_be_trained_with_passes_the_trial(raw: dict[str, Any], tmp_path: Path) -> None:
+    long = {"lr_scheduler_type": "polynomial", "warmup_steps": 1000, "max_steps": -1, "num_train_epochs": 5000}
+    for training in (long, {"torch_compile_backend": "Eager"}, {"torch_compile_backend": "no"}):
+        settings = recipe_of(raw, training=raw["training"] | training).stages[1]
+        check_services(settings, training_arguments(settings, 0, tmp_path))
 
 
 def test_embeddings_are_read_unless_an_image_was_mended(raw: dict[str, Any], tmp_path: Path, pairs_folder: str) -> None:
@@ -631,9 +625,6 @@ def test_zero_shot_classification_from_prompts(raw: dict[str, Any], pairs_folder
         assert (farm.n_queries, farm.n_gallery) == (6, 3)
     assert [metrics for _, metrics, _ in report.tables()][2:] == [["zero_shot:pets@1"], ["zero_shot:farm@1"]]
     assert {"zero_shot:pets@1", "zero_shot:farm@1"} <= {each.metric for each in report.criterion.differences}
-    written = (tmp_path / "run" / "report" / "report.html").read_text()
-    for text in (written, render_markdown(report)):
-        assert "Zero-shot top-1 (pets)" in text and "Zero-shot top-1 (farm)" in text and "images whose nearest class" in text
     compared = compare("study", [EvaluatedMethod("xbt", "xbt", {0: report}, 0, False, [1.0])], n_resamples=100)
     columns = [column for table in tables(compared) for column in table.columns]
     assert {"Zero-shot top-1 (pets)\non old", "Zero-shot top-1 (farm)\non own"} <= set(columns)

@@ -259,12 +259,6 @@ def test_a_model_of_captions_has_nothing_beside_its_encoder(folder_of: dict[str,
 def test_a_scale_is_refused_where_the_loss_has_none(folder_of: dict[str, str]) -> None:
     given = {"logit_scale": 20.0}
     reads = {"xbt": PAIRS, "direct": PAIRS, "independent": PAIRS, "projection": {}, "rbt": {}}
-    for method in METHODS:
-        if method not in reads:
-            with pytest.raises(XcompatError, match="options.logit_scale: the loss of .* does not use it here; remove"):
-                METHODS[method].refuse_unread(given, on_captions=False)
-    with pytest.raises(XcompatError, match=r"options.logit_scale: the loss of BctModel .*"):
-        recipe_of({"method": "bct", "data": IMAGES, "options": given})
     with pytest.raises(XcompatError, match=r"options.logit_scale: the loss of IndependentModel .*"):
         recipe_of({"method": "independent", "data": IMAGES, "options": given})
     for method, data in reads.items():
