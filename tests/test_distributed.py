@@ -6,6 +6,7 @@ import copy
 import itertools
 import json
 import os
+import shutil
 import signal
 from collections import Counter
 from collections.abc import Callable
@@ -415,6 +416,33 @@ def test_the_discriminator_sees_the_batch_of_all_processes(folder_of: dict[str, 
         found = torch.load(tmp_path / f"{readable}-1.pt", weights_only=True)
         assert bool(wanted["discriminator.hidden.weight"].any()) is (readable > 0)
         torch.testing.assert_close(found, wanted, atol=1e-6, rtol=1e-4)
+
+
+def test_batch_norms_end_alike_and_a_trained_stage_trains_no_further(tmp_path: Path) -> None:
+    model = {"model_type": "resnet", "embedding_size": 4, "hidden_sizes": [4], "depths": [1], "layer_type": "basic"}
+    raw: dict[str, Any] = {
+        "output_dir": str(tmp_path / "run"),
+        "new": {"model": model, "image_size": 16},
+        "data": {"images": {"path": "glyphs:train", "limit": 64}},
+        "training": {"max_steps": 3, "per_device_train_batch_size": 4, "save_steps": 3, "logging_steps": 1},
+        "evaluation": None,
+        "stages": [
+            {"name": "old", "method": "independent"},
+            {"name": "bct", "method": "bct", "old": "stage:old", "seed_offset": 1},
+        ],
+    }
+    (tmp_path / "r.yaml").write_text(yaml.safe_dump(raw))
+    first = warm.run("-m", "xcompat", "train", "r.yaml", folder=tmp_path, ranks=2)
+    assert first.returncode == 0 and "calibrated on its own items" not in first.stdout + first.stderr, first.stderr
+    place = tmp_path / "run" / "bct"
+    weights = load_file(place / "model" / "model.safetensors")
+    assert any("running_mean" in name for name in weights)
+    shutil.rmtree(place / "model")
+    (place / "done.json").unlink()
+    again = warm.run("-m", "xcompat", "train", "r.yaml", folder=tmp_path, ranks=2)
+    assert again.returncode == 0 and "3 of 3 steps" in again.stdout, again.stdout + again.stderr
+    found = load_file(place / "model" / "model.safetensors")
+    assert all(torch.equal(found[name], weight) for name, weight in weights.items())
 
 
 def test_ctrl_c_and_errors_stop_both_ranks(runs: tuple[Path, Path], tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import warm
-from conftest import refuses, store
+from conftest import refusing, store
 from schedule import mostly_nightly
 
 from xcompat import Fingerprint, XcompatError
@@ -271,7 +271,7 @@ def test_a_disk_that_is_really_full_or_read_only_leaves_the_last_commit(tiny_dis
 def test_a_gallery_that_names_a_milvus_is_refused(tmp_path: Path) -> None:
     gallery = store(create(tmp_path), vectors(1), ["a"])
     file = gallery.path / "gallery.json"
-    for milvus, refusal in ((None, nullcontext()), ("vectors.db", refuses("keeps its vectors in Milvus, but galleries"))):
+    for milvus, refusal in ((None, nullcontext()), ("vectors.db", refusing("keeps its vectors in Milvus, but galleries"))):
         written = json.loads(file.read_text()) | {"milvus": milvus}
         file.write_text(json.dumps(written | {"checksum": json_checksum(written)}))
         with refusal:

@@ -165,6 +165,13 @@ def sum_over_ranks(value: torch.Tensor) -> torch.Tensor:
     return total
 
 
+def share_buffers(model: torch.nn.Module) -> None:
+    """Copy the first process's buffers to all processes. Batch norms count each process's own batches."""
+    if is_distributed():
+        for buffer in model.buffers():
+            dist.broadcast(buffer, 0)
+
+
 def mean_over_ranks(value: torch.Tensor) -> torch.Tensor:
     """Average a detached scalar over the processes."""
     return sum_over_ranks(value) / world_size() if is_distributed() else value

@@ -131,7 +131,8 @@ def build_from_vectors(
             gallery.add(block_ND, [ids[row] for row in new_n.tolist()], new_metadata, version)
         gallery.commit("build")
     there = f", {int(known_N.sum()):,} were there already" if known_N.any() else ""
-    console.print(f"[green]✓[/] {int((~known_N).sum()):,} vectors of {literal(version)} added to {literal(folder)}{there}")
+    made = f"{int((~known_N).sum()):,} vectors of {literal(identity(version))}"
+    console.print(f"[green]✓[/] {made} added to {literal(folder)}{there}")
 
 
 def read_ids(file: Path) -> list[str]:

@@ -16,7 +16,7 @@ from transformers.integrations import integration_utils
 from transformers.optimization import get_scheduler
 from transformers.training_args import OptimizerNames
 
-from xcompat.core.distributed import process_state, rank
+from xcompat.core.distributed import process_state, rank, share_buffers
 from xcompat.core.errors import InterruptedRunError, XcompatError, nearest
 from xcompat.core.precision import cuda_products, kept_products
 from xcompat.core.progress import console, literal, notice
@@ -145,6 +145,11 @@ class StageTrainer(Trainer):
         prepared: dict[str, Any] = super()._prepare_inputs(inputs)
         return prepared if self.online is None else self.online.embed(prepared)
 
+    def _run_epoch(self, *arguments: Any, **settings: Any) -> None:  # noqa: ANN401 - transformers' own arguments
+        """Run an epoch, unless training was complete: transformers would train a step more after a restart."""
+        if self.state.global_step < self.state.max_steps:
+            super()._run_epoch(*arguments, **settings)
+
     def _get_train_sampler(self, train_dataset: Dataset | None = None) -> Sampler | None:
         return self.sampler if self.sampler is not None else super()._get_train_sampler(train_dataset)
 
@@ -181,7 +186,9 @@ def train(model: CompatModel, data: Data, settings: StageRecipe, seed: int, fold
         raise InterruptedRunError(
             f"interrupted at step {trainer.state.global_step}; a checkpoint is kept in {folder}: start again to continue"
         )
-    return gather_weights(trainer.accelerator.unwrap_model(trainer.model))
+    trained = trainer.accelerator.unwrap_model(trainer.model)
+    share_buffers(trained)
+    return gather_weights(trained)
 
 
 def training_arguments(settings: StageRecipe, seed: int, folder: Path) -> TrainingArguments:
