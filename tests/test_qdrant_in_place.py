@@ -114,7 +114,8 @@ def test_the_commands_migrate_a_vector_beside_the_old_one(
             assert "image has the old vectors again" in said("migrate", "rollback", plain)
             assert xcompat.stores.open(plain).find(vectors[7:8], OLD, 1)[0][0].id == "7"
     assert "confirm with --yes" in said("migrate", "finish", plain, code=1) and "image" in names(shop)
-    assert "deleted image from qdrant://" in said("migrate", "finish", plain, "--yes")
+    line = said("migrate", "finish", plain, "--yes")
+    assert "deleted image from qdrant://" in line and line.endswith("name image_l14 in its address from now on")
     assert names(shop) == ["image_l14", "title"] and held(shop) == before and metadata(shop) == {"owner", "xcompat_model"}
     assert store.find(mapping(vectors[7:8]), model, 1)[0][0].id == "7", "a store that was open before finish"
     assert xcompat.stores.open(address(shop, vector="image_l14")).describe()["fingerprint"] == mapping.target[0].digest

@@ -205,7 +205,7 @@ CacheDays = Annotated[
 ]
 SearchedPlace = Annotated[
     str,
-    typer.Argument(metavar="GALLERY", help="Gallery folder, faiss index (needs a map as --model), or address of a vector store."),
+    typer.Argument(metavar="GALLERY", help="Gallery folder, faiss index, or address of a vector store."),
 ]
 GroupKey = Annotated[
     str | None,

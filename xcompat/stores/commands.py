@@ -324,4 +324,5 @@ def finish(store: Store) -> None:
     """Delete the old space."""
     done = migration.finish(store)
     old = done.before if store.renames else done.space
-    console.print(f"[green]✓[/] deleted {literal(old)} from {literal(store.uri)}")
+    named = "" if store.renames else f"; name {literal(done.into)} in its address from now on"
+    console.print(f"[green]✓[/] deleted {literal(old)} from {literal(store.uri)}{named}")
