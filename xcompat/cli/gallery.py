@@ -156,8 +156,8 @@ def build(
         if dtype is not None or side_info is not None or set(texts) - {"id_column"}:
             raise XcompatError(f"{shown(source)} holds vectors: remove --dtype, --side-info and the options of images and texts")
         read = partial(read_stored, source, ids, id_column, vector_name)
-        told = read_columns(source, id_column, vector_name, kept)
-        commands.build_from_vectors(out, read, shown(source), model, index, max_bad_share, told)
+        columns = read_columns(source, id_column, vector_name, kept)
+        commands.build_from_vectors(out, read, shown(source), model, index, max_bad_share, columns)
     elif ids is not None:
         raise XcompatError("--ids works only with vectors; remove it, or choose a column of texts with --id-column")
     elif source is not None:

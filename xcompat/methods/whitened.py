@@ -79,8 +79,10 @@ class WhitenedModel(LeastSquaresModel):
     def map(self, embeds: Tensor) -> Tensor:
         if self.config.clusters == 1:
             return super().map(embeds)
-        mapped_BCT = torch.einsum("bs,cst->bct", embeds, self.local_weights)
-        return F.normalize(mapped_BCT[torch.arange(len(embeds)), self._nearest(embeds)].float(), dim=-1)
+        mapped_BT, nearest_B = embeds.new_empty(len(embeds), self.target_dim), self._nearest(embeds)
+        for cluster in nearest_B.unique().tolist():  # all maps of a gallery's block would take gigabytes
+            mapped_BT[nearest_B == cluster] = embeds[nearest_B == cluster] @ self.local_weights[cluster]
+        return F.normalize(mapped_BT.float(), dim=-1)
 
     def _nearest(self, embeds_BS: Tensor) -> Tensor:
         """Return each embedding's nearest centroid (B,)."""
