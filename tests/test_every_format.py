@@ -157,10 +157,16 @@ def test_the_other_columns_of_vectors_become_metadata(tmp_path: Path, run_xcompa
     assert metadata_of(*columns, "--metadata", "day") == {"day": "2020-01-04"}
     assert metadata_of(*columns, "--no-metadata") is None
     assert metadata_of(tmp_path / "q.jsonl", "--max-bad-share", 0.5) == {"title": "t031"}
+    pages = [{"result": {"points": points[start : start + 20]}} for start in range(0, COUNT, 20)]
+    (tmp_path / "pages.jsonl").write_text("".join(json.dumps(page) + "\n" for page in pages))
+    assert metadata_of(tmp_path / "pages.jsonl", "--max-bad-share", 0.5) is None, "a line is not an item"
     command = ("--model", "clip-b32", "--out", tmp_path / "new")
     assert "did you mean 'day'?" in run_xcompat("gallery", "build", *columns, "--metadata", "days", *command)[2]
     np.savez(source := tmp_path / "a.npz", ids=IDS, vectors=OLD)
-    assert "--metadata needs a table of vectors" in run_xcompat("gallery", "build", source, "--metadata", "day", *command)[2]
+    assert (
+        "--metadata needs a table with a vector per row"
+        in run_xcompat("gallery", "build", source, "--metadata", "day", *command)[2]
+    )
 
 
 def test_a_gallery_of_vectors_continues_and_refuses_what_does_not_fit(tmp_path: Path, run_xcompat: Run) -> None:

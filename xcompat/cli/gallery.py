@@ -95,7 +95,7 @@ ADOPTS_ONLY = (
     "texts; add images or texts later"
 )
 VectorIdFile = Annotated[
-    Path | None, typer.Option(help="Text file with the ids of vectors, one per line, in their order. Default: their own ids.")
+    Path | None, typer.Option(help="Text file with an id per vector, in their order. Default: ids stored with the vectors.")
 ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from xcompat.core.json_values import JsonColumns
 from xcompat.data.sources import has_suffix
 from xcompat.data.table_rows import JSON_SUFFIXES, PARQUET_SUFFIXES, TABLE_SUFFIXES, read_rows
 from xcompat.vectors import Columns
-from xcompat.vectors.formats import EMBEDDING_COLUMNS, SCALE, list_shards
+from xcompat.vectors.formats import EMBEDDING_COLUMNS, SCALE, first_object, list_shards
 from xcompat.vectors.tables import column_names
 
 NESTED = ("payload", "metadata", "properties", "_source")
@@ -33,11 +34,18 @@ def read_metadata(path: Path | None, columns: Columns, kept: bool | list[str]) -
         XcompatError: a column in ``kept`` does not exist.
     """
     files = [] if path is None else list_shards(path) or [path]
-    if not files or not all(has_suffix(file, (*PARQUET_SUFFIXES, *TABLE_SUFFIXES, *JSON_SUFFIXES)) for file in files):
+    if not files or not all(map(_has_a_row_per_vector, files, repeat(columns))):
         if isinstance(kept, list):
-            raise XcompatError("--metadata needs a table of vectors (Parquet, CSV or JSON lines); remove it")
+            raise XcompatError("--metadata needs a table with a vector per row (Parquet, CSV or JSON lines); remove it")
         return None
     return _rows(files, columns, kept) if kept else None
+
+
+def _has_a_row_per_vector(file: Path, columns: Columns) -> bool:
+    """Return whether each row or line holds one vector. A line of JSON can be a page of items, or an answer of a service."""
+    if not has_suffix(file, JSON_SUFFIXES):
+        return has_suffix(file, (*PARQUET_SUFFIXES, *TABLE_SUFFIXES))
+    return columns.find_vector(list(_flatten(first_object(file) or {}))) is not None
 
 
 def _rows(files: list[Path], columns: Columns, kept: bool | list[str]) -> Iterator[dict[str, object]]:
