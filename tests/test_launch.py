@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import subprocess
@@ -13,6 +14,7 @@ import warm
 import yaml
 from conftest import Run, refused
 
+from xcompat.cli import main
 from xcompat.cli.launch import launch_processes
 
 CONFIGS = Path(__file__).parent.parent / "accelerate_configs"
@@ -39,6 +41,21 @@ def test_ctrl_c_ends_launched_processes_with_their_own_lines(tmp_path: Path) -> 
     assert process.returncode == 130, error
     lines = sorted(line.split(":")[0] for line in error.splitlines() if "interrupted at step" in line)
     assert lines == ["xcompat", "xcompat (process 1)"] and "Traceback" not in error
+
+
+def test_a_process_writes_its_lines_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Unbuffered(io.StringIO):
+        def write(self, text: str) -> int:
+            written.extend([text] if text else [])
+            return len(text)
+
+    written: list[str] = []
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr("sys.stderr", Unbuffered())  # as torchrun's, where lines of two processes would meet in one
+    monkeypatch.setattr("sys.argv", ["xcompat", "train", "nosuch.yaml"])
+    with pytest.raises(SystemExit):
+        main()
+    assert [text.count("xcompat (process 1): ") for text in written] == [1] and written[0].endswith("\n")
 
 
 @pytest.mark.parametrize(("ended", "code"), [(3, 3), (130, 130), (-9, 137)])
