@@ -121,14 +121,46 @@ def paired_bootstrap(
         >>> paired_bootstrap(np.ones(50), np.zeros(50)).excludes_zero
         True
     """
-    a_Q1, b_Q1 = _column(a_Q), _column(b_Q)
-    if a_Q1.shape != b_Q1.shape:
-        raise XcompatError(f"a paired comparison needs the same queries on both sides, not {len(a_Q1)} and {len(b_Q1)}")
-    differences_Q1 = a_Q1 - b_Q1
-    low, high = interval_bounds(resampled_means(differences_Q1, n_resamples, seed, clusters_Q), level)
-    needed = queries_needed(differences_Q1[:, 0], level, clusters_Q=clusters_Q, rounding=rounding)
-    mean, lowest, highest = (_unless_rounding(end, differences_Q1, rounding) for end in (differences_Q1.mean(), low[0], high[0]))
-    return PairedDifference(mean, lowest, highest, needed)
+    (difference,) = paired_bootstraps(_column(a_Q), _column(b_Q), n_resamples, level, seed, clusters_Q, rounding)
+    return difference
+
+
+def paired_bootstraps(
+    a_QK: np.ndarray,
+    b_QK: np.ndarray,
+    n_resamples: int = 1000,
+    level: float = 0.95,
+    seed: int = 0,
+    clusters_Q: Ids | None = None,
+    rounding: float = ROUNDING,
+) -> list[PairedDifference]:
+    """Return :func:`paired_bootstrap` of K columns, all on the same draws.
+
+    Args:
+        a_QK: float64 ``(Q, K)`` numbers of the first model.
+        b_QK: float64 ``(Q, K)`` numbers of the other model for the same queries in the same order.
+        n_resamples: draws.
+        level: confidence level.
+        seed: random seed.
+        clusters_Q: as in :func:`bootstrap_interval`.
+        rounding: as in :func:`queries_needed`.
+
+    Returns:
+        A difference per column.
+
+    Raises:
+        XcompatError: the numbers of queries differ.
+    """
+    if a_QK.shape != b_QK.shape:
+        raise XcompatError(f"a paired comparison needs the same queries on both sides, not {len(a_QK)} and {len(b_QK)}")
+    differences_KQ = np.ascontiguousarray((a_QK - b_QK).T)
+    ends = interval_bounds(resampled_means(differences_KQ.T, n_resamples, seed, clusters_Q), level)
+    found = []
+    for difference_Q, low, high in zip(differences_KQ, *ends, strict=True):
+        needed = queries_needed(difference_Q, level, clusters_Q=clusters_Q, rounding=rounding)
+        mean, lowest, highest = (_unless_rounding(end, difference_Q, rounding) for end in (difference_Q.mean(), low, high))
+        found.append(PairedDifference(mean, lowest, highest, needed))
+    return found
 
 
 def queries_needed(

@@ -17,7 +17,7 @@ from xcompat.evaluation.cases import TEXT_TO_TEXT
 from xcompat.mapping.candidates import LINES, WHITENED, Candidate, Paired, Solver
 from xcompat.mapping.cleaning import leave_out_copies
 from xcompat.mapping.folds import HELD_OUT, NEIGHBOURS, QUERIES, Searched
-from xcompat.mapping.held_out import RESAMPLES, FoldResult, Queries, SwappedSplit, Trial, ValidationSplit
+from xcompat.mapping.held_out import RESAMPLES, FoldResult, Queries, Sides, SwappedSplit, Trial, ValidationSplit
 from xcompat.mapping.item_memory import LEAST_COVERAGE, ItemMemory, with_item_memory
 from xcompat.mapping.paired import PairedEmbeddings, SwappedEmbeddings
 from xcompat.mapping.selection import MIXED, Choice, choose, select_conservative
@@ -77,11 +77,11 @@ class HeldOutItems(ValidationSplit):
         return [self.pairs.take(rows_F) for rows_F in self.learned_rows]
 
     @override
-    def measure(self, queries: Queries) -> list[FoldResult]:
-        return self.measure_search(queries, lambda number, *_: self.searched[number])
+    def sides_of(self, mapped: Queries) -> Sides:
+        return mapped, lambda number, *_: self.searched[number]
 
     @override
-    def measure_search(self, asked: Queries, searched: Queries, old_weight: float | None = None) -> list[FoldResult]:
+    def measure_search(self, asked: Queries, searched: Queries) -> list[FoldResult]:
         parts = []
         for number, (rows_G, near_QK) in enumerate(zip(self.searched_rows, self.near, strict=True)):
             rows_Q = rows_G[: self.n_queries]
@@ -152,7 +152,7 @@ def choose_by_agreement(
     """
     held = (HeldOutItemGalleries if isinstance(pairs, SwappedEmbeddings) else HeldOutItems)(pairs, lines, seed)
     held.direction = TEXT_TO_TEXT if texts is not None else held.direction
-    trials = [held.try_candidate(Candidate(name)) for name in lines]
+    trials = held.try_candidates([Candidate(name) for name in lines])
     sentences = {}
     if texts is not None and len(asking := Sentences(held, held.searched_folds(), texts, pairs)):
         sentences = {trial.candidate.line: float(asking.reciprocal_ranks(trial.candidate).mean()) for trial in trials}

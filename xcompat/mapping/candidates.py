@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -130,12 +131,15 @@ class CandidateParts:
         old: old model, from ``describe_old``; a placeholder if None.
         lines: linear map name -> solver.
         codec: codec for the memory's entries (see :meth:`ClassMemoryContents.build_memory`).
+
+    Attributes:
+        lock: held by the thread that uses the parts.
     """
 
     def __init__(
         self, pairs: Paired, old: Described | None = None, lines: Mapping[str, Solver] = LINES, codec: str | None = None
     ) -> None:
-        self.pairs, self.codec = pairs, codec
+        self.pairs, self.codec, self.lock = pairs, codec, Lock()
         self.old = old or describe_old(Fingerprint.from_string("old"), pairs.dims[pairs.direction == "new_to_old"])
         self.lines = lines
         self._lines: dict[str, CompatModel] = {}

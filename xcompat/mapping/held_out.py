@@ -18,6 +18,7 @@ from xcompat.core.arrays import copy_rows, normalise_rows
 from xcompat.core.threads import map_over_cores, one_blas_thread
 from xcompat.evaluation import PairedDifference, bootstrap_interval, paired_bootstrap
 from xcompat.evaluation.cases import ALL, IMAGE_TO_IMAGE, IMAGE_TO_TEXT, TEXT_TO_IMAGE, TEXT_TO_TEXT, BackfillLoss, Case
+from xcompat.evaluation.intervals import paired_bootstraps
 from xcompat.evaluation.labelled import Items, LabelledPairs
 from xcompat.evaluation.metrics import rank_first_hits
 from xcompat.evaluation.ranking import rank
@@ -45,6 +46,10 @@ Reranking = Callable[[float, int], list["FoldResult"]]
 """Maps the old scores' weight and the number of re-ranked hits to results."""
 Queries = Callable[[int, str, NDArray[np.int64], PairedEmbeddings], NDArray[np.float32]]
 """Maps a fold's number, a protocol, and rows of some pairs to queries in the searched space."""
+
+
+Sides = tuple[Queries, Queries]
+"""What embeds items as queries, and what embeds items as gallery entries."""
 
 
 class FoldResult(NamedTuple):
@@ -185,9 +190,13 @@ class ValidationSplit(ABC):
 
     def results_of(self, candidate: Candidate) -> list[FoldResult]:
         """Return a candidate's results, measured once."""
-        if candidate not in self._results:
-            self._results[candidate] = self.measure(self.queries_of(candidate))
+        self._measure_candidates([candidate])
         return self._results[candidate]
+
+    def _measure_candidates(self, candidates: Iterable[Candidate]) -> None:
+        missing = [each for each in dict.fromkeys(candidates) if each not in self._results]
+        sides = [self.sides_of(self.queries_of(each)) for each in missing]
+        self._results.update(zip(missing, self.measure_searches(sides), strict=True))
 
     def floor_means(self) -> dict[str, dict[str, float]]:
         """Return the results of old queries: protocol -> metric -> mean."""
@@ -215,13 +224,13 @@ class ValidationSplit(ABC):
     def training_pairs(self) -> Iterable[Paired]:
         """Return each fold's training pairs."""
 
-    @abstractmethod
-    def measure(self, queries: Queries) -> list[FoldResult]:
-        """Measure every query of every fold.
+    def sides_of(self, mapped: Queries) -> Sides:
+        """Return what embeds the queries, and what embeds the gallery, if a candidate maps one of them."""
+        return mapped, _stored_embeddings
 
-        Args:
-            queries: maps queries to the searched space.
-        """
+    def measure(self, mapped: Queries) -> list[FoldResult]:
+        """Measure every query of every fold; the argument as in :meth:`sides_of`."""
+        return self.measure_search(*self.sides_of(mapped))
 
     @abstractmethod
     def measure_search(self, asked: Queries, searched: Queries) -> list[FoldResult]:
@@ -231,6 +240,10 @@ class ValidationSplit(ABC):
             asked: embeds items as queries.
             searched: embeds items as gallery entries.
         """
+
+    def measure_searches(self, sides: Sequence[Sides]) -> list[list[FoldResult]]:
+        """Measure several searches, as :meth:`measure_search` does."""
+        return [self.measure_search(*each) for each in sides]
 
     def measure_old(self) -> list[FoldResult]:
         """Measure old queries on old galleries."""
@@ -310,17 +323,18 @@ class ValidationSplit(ABC):
         """Measure a candidate."""
         return self.compare_with_old(candidate, self.results_of(candidate))
 
+    def try_candidates(self, candidates: Sequence[Candidate]) -> list[Trial]:
+        """Measure candidates together, so that cores do not wait for the last fold of each."""
+        self._measure_candidates(candidates)
+        return [self.try_candidate(each) for each in candidates]
+
     def compare_with_old(self, candidate: Candidate, results: Sequence[FoldResult]) -> Trial:
         """Return a candidate's gains over old queries."""
-        gains = {
-            protocol: {
-                metric: paired_bootstrap(
-                    values_Q, self.floor[protocol][metric], RESAMPLES, seed=self.seed, clusters_Q=self.clusters[protocol]
-                )
-                for metric, values_Q in metrics.items()
-            }
-            for protocol, metrics in _merge_folds(results).items()
-        }
+        gains = {}
+        for protocol, metrics in _merge_folds(results).items():
+            own_QK, old_QK = (np.stack([*values.values()], axis=1) for values in (metrics, self.floor[protocol]))
+            changes = paired_bootstraps(own_QK, old_QK, RESAMPLES, seed=self.seed, clusters_Q=self.clusters[protocol])
+            gains[protocol] = dict(zip(metrics, changes, strict=True))
         return Trial(candidate, gains, self.shown_only)
 
     def is_by_chance(self, candidate: Candidate) -> bool:
@@ -349,7 +363,7 @@ class RerankableSplit(ValidationSplit):
 
     @override
     def prepare_reranking(self, queries: Queries, most: int) -> Reranking | None:
-        searches = self._search_folds(queries, _stored_embeddings)
+        searches = self._search_folds([(queries, _stored_embeddings)])
         with one_blas_thread():
             hits = list(map_over_cores(lambda each: (each, each.find_first_hits(most)), searches, CPU))
 
@@ -363,17 +377,28 @@ class RerankableSplit(ValidationSplit):
 
     @override
     def measure_search(self, asked: Queries, searched: Queries) -> list[FoldResult]:
-        searches = self._search_folds(asked, searched)
-        with one_blas_thread():  # NumPy's threads would compete with those of the folds
-            return list(map_over_cores(lambda each: self.measure_pairs(each, each.pairs), searches, CPU))
+        return self.measure_searches([(asked, searched)])[0]
 
-    def _search_folds(self, asked: Queries, searched: Queries) -> Iterator[FoldSearch]:
-        """Yield the searches of all folds; each core maps a fold's queries, and only it uses the fold's parts.
+    @override
+    def measure_searches(self, sides: Sequence[Sides]) -> list[list[FoldResult]]:
+        with one_blas_thread():  # NumPy's threads would compete with those of the folds
+            results = list(map_over_cores(lambda each: self.measure_pairs(each, each.pairs), self._search_folds(sides), CPU))
+        count = len(results) // max(1, len(sides))  # each has the same queries
+        return [results[place * count :][:count] for place in range(len(sides))]
+
+    def _search_folds(self, sides: Sequence[Sides]) -> Iterator[FoldSearch]:
+        """Yield the searches of all folds; a core maps a fold's queries, and only it uses the fold's parts.
 
         Searches of a fold are measured while the next folds are mapped, as cores would wait for the last of five folds.
         """
-        folds = range(len(self.learned_rows))
-        return chain.from_iterable(map_over_cores(lambda fold: [*self.searches_of(fold, asked, searched)], folds, CPU))
+
+        def search_fold(one: tuple[int, Sides]) -> list[FoldSearch]:
+            fold, (asked, searched) = one
+            with self.known[fold].lock:
+                return [*self.searches_of(fold, asked, searched)]
+
+        every = ((fold, each) for each in sides for fold in range(len(self.learned_rows)))
+        return chain.from_iterable(map_over_cores(search_fold, every, CPU))
 
     @abstractmethod
     def searches_of(self, fold: int, asked: Queries, searched: Queries) -> Iterator[FoldSearch]:
@@ -410,10 +435,6 @@ class HeldOutClasses(RerankableSplit):
     @override
     def training_pairs(self) -> Iterable[Paired]:
         return [self.pairs.take(fit_F) for fit_F in self.learned_rows]
-
-    @override
-    def measure(self, queries: Queries) -> list[FoldResult]:
-        return self.measure_search(queries, _stored_embeddings)
 
     @override
     def searches_of(self, fold: int, asked: Queries, searched: Queries) -> Iterator[FoldSearch]:
@@ -465,8 +486,8 @@ class SwappedSplit(ValidationSplit):
         return None  # this map moves old embeddings
 
     @override
-    def measure(self, queries: Queries) -> list[FoldResult]:
-        return self.measure_search(_stored_embeddings, queries)
+    def sides_of(self, mapped: Queries) -> Sides:
+        return _stored_embeddings, mapped
 
     @override
     def measure_re_embedded(self, candidate: Candidate) -> list[FoldResult]:
@@ -520,10 +541,6 @@ class HeldOutCaptions(RerankableSplit):
     @override
     def training_pairs(self) -> Iterable[Paired]:
         return [self.pairs.take(learned_K) for learned_K in self.learned_rows]
-
-    @override
-    def measure(self, queries: Queries) -> list[FoldResult]:
-        return self.measure_search(queries, _stored_embeddings)
 
     @override
     def measure_re_embedded(self, candidate: Candidate) -> list[FoldResult]:

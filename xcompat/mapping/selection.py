@@ -200,9 +200,8 @@ def _try_candidates(held: ValidationSplit, lines: Iterable[str], than: Trial | N
     trials = {than.candidate: than} if than is not None else {}
 
     def best_of(candidates: Sequence[Candidate]) -> Candidate:
-        for each in candidates:
-            if each not in trials:
-                trials[each] = held.try_candidate(each)
+        missing = [each for each in candidates if each not in trials]
+        trials.update(zip(missing, held.try_candidates(missing), strict=True))
         return select_best((trials[each] for each in candidates), than).candidate
 
     first = best_of(alone)
@@ -225,9 +224,8 @@ def mixtures(held: ValidationSplit, trials: Collection[Trial], chosen: Trial) ->
     """
     line = select_best(trial for trial in trials if trial.candidate.kind == trial.candidate.line).candidate
     bases = dict.fromkeys((chosen.candidate, line, replace(line, line=WHITENED)))
-    return [
-        held.try_candidate(replace(base, old_share=share)) for base in bases if base.line in held.lines for share in OLD_SHARES
-    ]
+    mixed = [replace(base, old_share=share) for base in bases if base.line in held.lines for share in OLD_SHARES]
+    return held.try_candidates(mixed)
 
 
 def _calibrate_memory(held: ValidationSplit, candidate: Candidate, brought: bool) -> tuple[Calibration | None, str]:
