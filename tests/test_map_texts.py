@@ -24,6 +24,7 @@ from typer.testing import CliRunner
 from xcompat import XcompatError
 from xcompat.cli import app
 from xcompat.embeddings.provider import ATTEMPTS, Provider, load_function
+from xcompat.evaluation import PairedDifference
 from xcompat.heads import slerp
 from xcompat.mapping import PairedEmbeddings, agreement, request
 from xcompat.mapping.agreement import PROTOCOL, HeldOutItems, choose_by_agreement
@@ -180,7 +181,7 @@ def seen(items: int = 400, noise: float = 0.3) -> PairedEmbeddings:
 
 def test_agreement_is_that_of_a_double_loop() -> None:
     pairs, trial = seen(), choose_by_agreement(seen()).trials[1]
-    order, shared, by_old = np.random.default_rng(0).permutation(len(pairs)), [], []
+    order, shared, by_old, changes = np.random.default_rng(0).permutation(len(pairs)), [], [], []
     for number in range(2):
         fold = np.roll(order, -number * 120)
         rows, learned = fold[:120], np.sort(fold[120:])
@@ -197,9 +198,16 @@ def test_agreement_is_that_of_a_double_loop() -> None:
             ]
             shared.append(len({*near[0]} & {*near[1]}) / NEIGHBOURS)
             by_old.append(len({*near[0]} & {*near[2]}) / NEIGHBOURS)
+            ranks = []
+            for asking in (query, pairs.old_Nd[rows[place]]):
+                scores = {other: float(asking @ pairs.old_Nd[rows[other]]) for other in others}
+                ranks.append(sum(score >= scores[near[0][-1]] for score in scores.values()))
+            changes.append(1 / ranks[0] - 1 / ranks[1])
     choice = choose_by_agreement(pairs)
     assert choice.floor[PROTOCOL]["neighbours@10"] == pytest.approx(np.mean(by_old))
     assert trial.gains[PROTOCOL]["neighbours@10"].mean == pytest.approx(np.mean(shared) - np.mean(by_old))
+    change = HeldOutItems(pairs, LINES, 0).compare_first_neighbours(trial.candidate)
+    assert change.mean == pytest.approx(np.mean(changes)) and change.low < change.mean < change.high
 
 
 def test_the_whitened_line_is_taken_if_it_agrees_more_than_old_queries() -> None:
@@ -216,6 +224,9 @@ def test_the_whitened_line_is_taken_if_it_agrees_more_than_old_queries() -> None
     assert "or more pairs (1,000 are given, at least 1,024 are needed) and the old model with --old-model" in said
     half_way = choose_by_agreement(pairs, with_old_model=True)
     assert half_way.is_safe and not replace(half_way, is_other_kind=True).is_safe
+    assert half_way.first_neighbours == choice.first_neighbours, "of the map alone"
+    later = replace(half_way, first_neighbours=PairedDifference(0.01, -0.01, 0.03))
+    assert not later.is_safe and "+1.0 (-1.0 to 3.0) points" in describe_choice(later)[0]
     lines = describe_choice(replace(half_way, is_other_kind=True))
     assert lines[0].startswith("! The test set searches images with texts") and "of the measured upgrades" not in lines[1]
     assert not choose_by_agreement(PairedEmbeddings(pairs.new_ND[::-1], pairs.old_Nd), with_old_model=True).is_safe, "other items"

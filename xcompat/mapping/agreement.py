@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from xcompat.core.arrays import copy_rows, normalise_rows
 from xcompat.core.errors import NoValidationDataError
-from xcompat.evaluation import paired_bootstrap
+from xcompat.evaluation import PairedDifference, paired_bootstrap
 from xcompat.evaluation.cases import TEXT_TO_TEXT
 from xcompat.mapping.candidates import LINES, WHITENED, Candidate, Paired, Solver
 from xcompat.mapping.cleaning import leave_out_copies
@@ -41,7 +41,7 @@ class HeldOutItems(ValidationSplit):
     """Validation items whose mapped new embeddings search the old embeddings of other items.
 
     ``neighbours@10`` is the share of an item's 10 nearest neighbours, by the new model, among its 10 hits in the old embeddings.
-    The old queries' share is the baseline.
+    The old queries' share is the baseline. A query's quality is the reciprocal rank of the nearest of these neighbours.
 
     Args:
         pairs: training set.
@@ -69,7 +69,7 @@ class HeldOutItems(ValidationSplit):
         self.n_queries = min(QUERIES, held)
         self.searched = [_unit(pairs.old_Nd, rows_G) for rows_G in self.searched_rows]
         own = self.searched if self.of_galleries else (_unit(pairs.new_ND, rows_G) for rows_G in self.searched_rows)
-        self.near = [_nearest(new_GD[: self.n_queries], new_GD) for new_GD in own]
+        self.near = [_nearest(_scores(new_GD[: self.n_queries], new_GD)) for new_GD in own]
         super().__init__(lines, seed)
 
     @override
@@ -85,10 +85,16 @@ class HeldOutItems(ValidationSplit):
         parts = []
         for number, (rows_G, near_QK) in enumerate(zip(self.searched_rows, self.near, strict=True)):
             rows_Q = rows_G[: self.n_queries]
-            found_QK = _nearest(asked(number, PROTOCOL, rows_Q, self.pairs), searched(number, PROTOCOL, rows_G, self.pairs))
-            shared_Q = (found_QK[:, :, None] == near_QK[:, None, :]).any(2).mean(1)
-            parts.append(FoldResult(number, PROTOCOL, {SHARED: shared_Q}, shared_Q, rows_Q, rows_Q, len(rows_G)))
+            scores_QG = _scores(asked(number, PROTOCOL, rows_Q, self.pairs), searched(number, PROTOCOL, rows_G, self.pairs))
+            shared_Q = (_nearest(scores_QG)[:, :, None] == near_QK[:, None, :]).any(2).mean(1)
+            ranks_Q = (scores_QG >= np.take_along_axis(scores_QG, near_QK[:, :1], axis=1)).sum(1)
+            parts.append(FoldResult(number, PROTOCOL, {SHARED: shared_Q}, 1 / ranks_Q, rows_Q, rows_Q, len(rows_G)))
         return parts
+
+    def compare_first_neighbours(self, candidate: Candidate) -> PairedDifference:
+        """Return how a candidate changes the mean reciprocal rank of the new model's nearest neighbour."""
+        own_Q, old_Q = (np.concatenate([each.quality_Q for each in found]) for found in (self.results_of(candidate), self.old))
+        return paired_bootstrap(own_Q, old_Q, RESAMPLES, seed=self.seed, clusters_Q=self.clusters[PROTOCOL])
 
     def searched_folds(self) -> list[tuple[NDArray[np.int64], NDArray[np.float32]]]:
         """Return each fold's searched rows and old embeddings."""
@@ -176,6 +182,7 @@ def choose_by_agreement(
         of_few_pairs=len(pairs) < 2 * max(pairs.dims),
         pair_counts=(len(pairs), 2 * max(pairs.dims)),
         sentences=sentences,
+        first_neighbours=held.compare_first_neighbours(replace(chosen.candidate, old_share=0.0)),
         by_chance=held.is_by_chance(chosen.candidate),
         cases=held.cases(chosen.candidate),
         item_memory=_try_item_memory(pairs, lines, seed, chosen.candidate) if remember_items else None,
@@ -234,8 +241,15 @@ def _unit(rows_ND: Rows, rows_G: NDArray[np.int64]) -> NDArray[np.float32]:
     return normalise_rows(copy_rows(rows_ND, rows_G))
 
 
-def _nearest(asked_Qd: NDArray[np.float32], old_Gd: NDArray[np.float32]) -> NDArray[np.int64]:
-    """Return the nearest entries of each query (Q, K), without its own item: entry i belongs to query i."""
+def _scores(asked_Qd: NDArray[np.float32], old_Gd: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Return the similarities of queries and entries, -inf of its own item: entry i belongs to query i."""
     scores_QG = asked_Qd @ old_Gd.T
     np.fill_diagonal(scores_QG, -np.inf)
-    return np.argpartition(-scores_QG, NEIGHBOURS - 1, axis=1)[:, :NEIGHBOURS]
+    return scores_QG
+
+
+def _nearest(scores_QG: NDArray[np.float32]) -> NDArray[np.int64]:
+    """Return the entries with the highest scores of each query (Q, K), best first."""
+    near_QK = np.argpartition(-scores_QG, NEIGHBOURS - 1, axis=1)[:, :NEIGHBOURS]
+    order_QK = np.argsort(-np.take_along_axis(scores_QG, near_QK, axis=1), axis=1)
+    return np.take_along_axis(near_QK, order_QK, axis=1)

@@ -149,6 +149,9 @@ def _describe_agreement(choice: Choice) -> str:
         f"{100 * old:.0f} %{' in the old one' if choice.of_galleries else ''} "
         f"({gain_with_interval(change.mean, change.low, change.high)} points, {choice.n_queries[protocol]:,} {protocol})."
     )
+    if (first := choice.first_neighbours) is not None:
+        points = gain_with_interval(first.mean, first.low, first.high)
+        found = f"{found} The map alone changes the mean reciprocal rank of the nearest one by {points} points."
     if choice.sentences:
         ranks = ", ".join(
             f"{line} {100 * rank:.0f}" for line, rank in sorted(choice.sentences.items(), key=lambda each: -each[1])
@@ -158,8 +161,8 @@ def _describe_agreement(choice: Choice) -> str:
         return found  # a line above has the fix
     if choice.is_safe:
         return (
-            f"{found} In all but one of the measured upgrades to a better model with this agreement, new queries found "
-            "at least as much as old ones. Add classes (--labels) or captions to test this, and the new model, on your data."
+            f"{found} In all measured upgrades to a better model with this agreement, new queries found at least as much as "
+            "old ones. Add classes (--labels) or captions to test this, and the new model, on your data."
         )
     return f"{found} This agreement does not show that new queries find as much as old ones: {_describe_missing(choice)}."
 
@@ -221,6 +224,7 @@ def as_json(choice: Choice) -> dict[str, object]:
         "learned_at_most": choice.learned_at_most,
         "too_few_for_ridge": choice.too_few_for_ridge,
         "of_agreement": choice.of_agreement,
+        "first_neighbours": _difference(choice.first_neighbours),
         "sentences": dict(choice.sentences),
         "by_chance": choice.by_chance,
         "copies": choice.copies,
@@ -239,14 +243,18 @@ def as_json(choice: Choice) -> dict[str, object]:
 def _reranked(found: RerankedTrial | None) -> dict[str, object] | None:
     if found is None:
         return None
-    losses = {str(k): {"mean": loss.mean, "ci95": [loss.low, loss.high]} for k, loss in found.losses.items()}
+    losses = {str(k): _difference(loss) for k, loss in found.losses.items()}
     return _trial(found.trial) | {"old_weight": found.old_weight, "candidates": found.candidates, "losses": losses}
+
+
+def _difference(found: PairedDifference | None) -> dict[str, object] | None:
+    return {"mean": found.mean, "ci95": [found.low, found.high]} if found is not None else None
 
 
 def _item_memory(found: ItemMemory | None) -> dict[str, object] | None:
     if found is None:
         return None
-    gain = {"mean": found.gain.mean, "ci95": [found.gain.low, found.gain.high]} if found.gain is not None else None
+    gain = _difference(found.gain)
     return {"coverage": found.coverage, "alone": found.alone, "gain": gain, "queries": found.n_queries, "chosen": found.is_chosen}
 
 
