@@ -424,7 +424,10 @@ def _require_filled(store: Store, migration: Migration) -> None:
     if not migration.filled:
         raise XcompatError(f"start of {store.uri} is not finished; run `xcompat migrate start` again, then `verify`")
     if missing := store.missing_indexes(migration.into, migration.space):
-        raise XcompatError(f"{migration.into} in {store.uri} has no {_list_indexes(missing)}; run `xcompat migrate start` again")
+        raise XcompatError(
+            f"{migration.into} in {store.uri} has no {_list_indexes(missing)}; run `xcompat migrate start` again, which keeps "
+            "filled rows"
+        )
 
 
 def _require_verified(store: Store, mapping: AnyVectorSource, migration: Migration) -> None:

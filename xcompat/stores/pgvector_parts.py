@@ -45,7 +45,7 @@ class Part(NamedTuple):
             raise XcompatError(f"{name} has {old_dtype} numbers, which --where cannot change; set --dtype {old_dtype}")
         if old_dim not in (None, dim):
             raise XcompatError(
-                f"{name} holds {old_dim:,} dimensions in all rows, but the new vectors have {dim:,}; run ALTER TABLE "
+                f"{name} is declared with {old_dim:,} dimensions, but the new vectors have {dim:,}; run ALTER TABLE "
                 f"{self._name} ALTER COLUMN {self.client.quote(self.column)} TYPE "
                 f"{_kind(dtype)} first, or remove --where to migrate all rows"
             )

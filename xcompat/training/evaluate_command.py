@@ -229,8 +229,8 @@ def evaluate_embeddings(
         settings = use_chosen_reranking(settings, model)
     elif (dim := loaded["new_view"].dim) != (searched := loaded["old"].dim):
         raise XcompatError(
-            f"{new} has {dim} dimensions and {old} {searched}, but --new takes queries in the old space: add their map with "
-            f"--map FOLDER, or pass mapped queries as --new, and {new} as --new-own"
+            f"{new} has {dim} dimensions and {old} {searched}, so its queries are not in the old space; add --map FOLDER, "
+            f"or give mapped queries to --new and {new} to --new-own"
         )
     about = provenance() | {EVIDENCE: evidence.kind}
     content = make_report(EvaluatedModels(**loaded), None, settings, "embeddings", 0, run=about)

@@ -141,7 +141,7 @@ def _checkpoint(folder: Path, form: Form, memory: MemoryParts) -> _PushArguments
         run = _date_results(run, "before the memory was removed")
     if form == "merged":
         if model.encoder is None or not (model.config.adapters or {}).get("lora"):
-            raise XcompatError(f"{folder} has no LoRA to merge; push it as it is")
+            raise XcompatError(f"{folder} has no LoRA to merge; push it without --merged")
         model.merge_adapters()
         run = _date_results(run, "before LoRA was merged into the weights")
     elif form == "adapters":

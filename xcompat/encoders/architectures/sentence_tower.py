@@ -101,8 +101,12 @@ def join_towers(image: "EncoderSource | str", text: "EncoderSource | str", dim: 
     assert isinstance(tokens, TextProcessor)
     described, vision = text_encoder.description, image_encoder.model
     settings = described["config"]
-    if described["query_prompt"] or described["passage_prompt"] or settings["lower_case"]:
-        raise XcompatError(f"{text_encoder.name} has prompts or do_lower_case, not supported in dual encoders; use another model")
+    has_prompts = described["query_prompt"] or described["passage_prompt"]
+    if has_prompts or settings["lower_case"]:
+        unsupported = "prompts" if has_prompts else "do_lower_case"
+        raise XcompatError(
+            f"{text_encoder.name} uses {unsupported}, which a model of images and texts cannot keep; choose a text model without"
+        )
     with torch.no_grad():
         features = vision(torch.zeros(1, 3, *pixels.image_size)).pooler_output
     if features is None or features.shape != (1, image_encoder.embedding_dim):
