@@ -187,7 +187,7 @@ def test_a_gallery_of_vectors_continues_and_refuses_what_does_not_fit(tmp_path: 
         assert gallery.search(NEW[[50]], CLIP, top_k=1)[0][0].id == IDS[50]
     assert "no single model could search embeddings of other-model" in said(part, *command, "--model", "other-model")
     assert "no such name in" in (line := said(part, "--vector-name", "othr", *command)) and "did you mean 'other'?" in line
-    assert "holds vectors: remove --dtype, --side-info and the options of images and texts" in said(part, "--words", 5, *command)
+    assert "holds vectors: remove --dtype, --side-info and image and text options" in said(part, "--words", 5, *command)
     assert "has ids of its own; remove --ids" in said(part, "--ids", part, *command)
     assert "--ids works only with vectors" in said(source, "--ids", part, "--model", "clip-b32", "--out", tmp_path / "new")
     np.save(tmp_path / "a.npy", OLD)

@@ -386,7 +386,7 @@ def test_an_index_a_gallery_files_and_lists_are_taken(pairs: PairedEmbeddings, p
 def test_a_notebook_shows_all_trials(pairs: PairedEmbeddings, labelled: FittedMap) -> None:
     shown = labelled._repr_html_()
     assert labelled.choice is not None
-    assert shown.count("<tr>") == shown.count("</tr>") > len(labelled.choice.shown())
+    assert shown.count("<tr>") == shown.count("</tr>") > len(labelled.choice.trials_to_show())
     assert f"{labelled.choice.chosen.candidate} (chosen)" in unescape(shown) and unescape(shown).endswith(f"{labelled!r}</p>")
     assert "<table>" not in fit_map(pairs.old_Nd[:30], pairs.new_ND[:30])._repr_html_()
 

@@ -432,5 +432,5 @@ def test_the_memory_alone_is_what_needs_no_new_model() -> None:
     assert choice.of_galleries and choice.chosen.candidate.share and choice.chosen.worst > 0
     alone = choice.without_new_model
     assert alone is not None and alone.candidate.share == choice.chosen.candidate.share and alone.mean < choice.chosen.mean
-    assert choice_table(choice).row_count == 2 + len(choice.shown())
+    assert choice_table(choice).row_count == 2 + len(choice.trials_to_show())
     assert "xcompat.slerp" not in " ".join(describe_choice(choice))

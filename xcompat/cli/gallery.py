@@ -12,6 +12,7 @@ import typer
 
 from xcompat.cli.opening import (
     Dtype,
+    display_address,
     is_address,
     is_index,
     is_vectors,
@@ -30,7 +31,6 @@ from xcompat.cli.opening import (
     require_ids_of_index,
     require_index_ids,
     restrict,
-    shown,
 )
 from xcompat.cli.options import (
     AddressColumn,
@@ -154,10 +154,10 @@ def build(
         commands.adopt(out, from_faiss, ids, model)
     elif source is not None and (vector_name is not None or is_vectors(source)):
         if dtype is not None or side_info is not None or set(texts) - {"id_column"}:
-            raise XcompatError(f"{shown(source)} holds vectors: remove --dtype, --side-info and the options of images and texts")
+            raise XcompatError(f"{display_address(source)} holds vectors: remove --dtype, --side-info and image and text options")
         read = partial(read_stored, source, ids, id_column, vector_name)
         columns = read_columns(source, id_column, vector_name, kept)
-        commands.build_from_vectors(out, read, shown(source), model, index, max_bad_share, columns)
+        commands.build_from_vectors(out, read, display_address(source), model, index, max_bad_share, columns)
     elif ids is not None:
         raise XcompatError("--ids works only with vectors; remove it, or choose a column of texts with --id-column")
     elif source is not None:

@@ -90,7 +90,7 @@ def read_columns(
     return read_metadata(place if isinstance(place, Path) else None, Columns(id_column, vector_name), kept)
 
 
-def shown(source: str) -> str:
+def display_address(source: str) -> str:
     """Return a path or an address for messages, without passwords."""
     from xcompat.stores import places
 

@@ -43,7 +43,7 @@ def choice_table(choice: Choice, spaced: bool = False) -> Table:
         table.add_column(f"{protocol}\n{count:,} queries{only}", no_wrap=True)
     floors = ("\n".join(f"{metric_name(m)} {100 * v:.1f} %" for m, v in found.items()) for found in choice.floor.values())
     table.add_row("old queries", *floors)
-    for trial in choice.shown():
+    for trial in choice.trials_to_show():
         is_taken = trial is choice.chosen
         table.add_row(
             f"{trial.candidate} (chosen)" if is_taken else str(trial.candidate), *_cells(trial), style="bold" * is_taken

@@ -142,7 +142,7 @@ class Choice:
         careful = "; if it is not surely above zero, the largest mean gain of close candidates with a small memory"
         return best + careful * (self.than is None)
 
-    def shown(self) -> list[Trial]:
+    def trials_to_show(self) -> list[Trial]:
         """Return the best trial per kind of candidate, and the chosen trial."""
         kinds = dict.fromkeys(trial.candidate.kind for trial in self.trials)
         best = [select_best((trial for trial in self.trials if trial.candidate.kind == kind), self.than) for kind in kinds]

@@ -169,8 +169,8 @@ def resync_faiss(staging: Staging, ids: Sequence[str] | None, metadata: Sequence
         new = _write(gallery.path, path, known, items, version, look, labels_N)
         assert old.adopted_file is not None
         new = new.model_copy(update={"extends": (old.adopted_file.xxh3, *old.extends)})
-        if segment.kept is not None:
-            extended, gone = Segment(gallery.path, new, gallery.metric), np.flatnonzero(~segment.kept)
+        if segment.kept_mask is not None:
+            extended, gone = Segment(gallery.path, new, gallery.metric), np.flatnonzero(~segment.kept_mask)
             new = removed_rows(extended, manifest.generation + 1, gone)
     staging.publish("resync", segments=tuple(new if record is old else record for record in manifest.segments))
 

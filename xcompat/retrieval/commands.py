@@ -468,7 +468,8 @@ def rollback(gallery: Gallery, generation: int | None) -> None:
     """Return to an earlier state, by default the previous one."""
     before = read_manifest(gallery.path).generation
     now = gallery.rollback(generation)
-    console.print(f"[green]✓[/] restored generation {gallery.manifest.restored} as generation {now}: {len(gallery):,} items")
+    restored = gallery.manifest.restored_generation
+    console.print(f"[green]✓[/] restored generation {restored} as generation {now}: {len(gallery):,} items")
     console.print(f"to undo this: `xcompat gallery rollback {literal(gallery.path)} --to {before}`")
 
 

@@ -147,7 +147,7 @@ class Manifest(_Record):
         return sum(segment.rows - segment.n_removed for segment in self.segments)
 
     @property
-    def restored(self) -> int | None:
+    def restored_generation(self) -> int | None:
         """Generation that a rollback restored here; None for other operations."""
         match = _RESTORED.fullmatch(self.by)
         return int(match[1]) if match else None
@@ -256,7 +256,7 @@ def previous_generation(kept: Sequence[Manifest]) -> int | None:
     states = {manifest.generation: manifest for manifest in kept}
 
     def find_origin(number: int) -> int:
-        restored = states[number].restored
+        restored = states[number].restored_generation
         return find_origin(restored) if restored in states and restored < number else number
 
     before = find_origin(max(states)) - 1

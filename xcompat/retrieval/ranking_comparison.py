@@ -42,7 +42,7 @@ class PlacedHit(NamedTuple):
     other: int | None
 
     @property
-    def moved(self) -> int | None:
+    def places_gained(self) -> int | None:
         """Return how many places higher the hit is than in the other ranking."""
         return None if self.other is None else self.other - self.place
 
@@ -58,7 +58,7 @@ def pair_places(hits: Sequence[Hit], others: Sequence[Hit] | None, top_k: int) -
     Example:
         >>> from xcompat import Fingerprint
         >>> old, new = ([Hit(name, 1.0, Fingerprint("0", "m"), None) for name in names] for names in ("abc", "cxa"))
-        >>> [(each.hit.id, each.moved) for each in pair_places(new, old, 2)]
+        >>> [(each.hit.id, each.places_gained) for each in pair_places(new, old, 2)]
         [('c', 2), ('x', None)]
     """
     elsewhere = {hit.id: row for row, hit in enumerate(others or (), 1)}

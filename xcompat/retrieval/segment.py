@@ -124,7 +124,7 @@ class Segment:
         return pa.ipc.open_file(pa.memory_map(str(self._file(ROWS_FILE)))).read_all()
 
     @cached_property
-    def kept(self) -> NDArray[np.bool_] | None:
+    def kept_mask(self) -> NDArray[np.bool_] | None:
         """Mask of rows not removed, (rows,) bool; None if none is removed."""
         if self.record.removed is None:
             return None
@@ -136,7 +136,7 @@ class Segment:
 
     def present(self) -> NDArray[np.int64]:
         """Return the numbers of rows not removed."""
-        return np.arange(self.record.rows) if self.kept is None else np.flatnonzero(self.kept)
+        return np.arange(self.record.rows) if self.kept_mask is None else np.flatnonzero(self.kept_mask)
 
     def ids(self, rows_n: NDArray[np.int64]) -> list[str]:
         """Return the rows' ids."""
@@ -164,7 +164,7 @@ class Segment:
         Returns:
             (Q, k) scores, best first, and (Q, k) rows, padded with -1; k is at most the segment's rows.
         """
-        kept_N = self.kept if where is None else self.matching(where)
+        kept_N = self.kept_mask if where is None else self.matching(where)
         index = self.index if parameters is None else self._open_tuned(parameters)
         return index.search(queries_Qd, min(k, self.record.rows), kept_N)
 
@@ -186,7 +186,7 @@ class Segment:
         for start in range(0, self.record.rows, BLOCK):
             rows_n = np.arange(start, min(start + BLOCK, self.record.rows))
             found_N[rows_n] = [_matches(metadata, where) for metadata in self.metadata(rows_n)]
-        return found_N if self.kept is None else found_N & self.kept
+        return found_N if self.kept_mask is None else found_N & self.kept_mask
 
     def keys(self) -> set[str]:
         """Return all rows' metadata keys, without removed rows."""
@@ -210,7 +210,7 @@ class Segment:
         for position in np.flatnonzero(first_N < last_N).tolist():
             candidates = np.asarray(order_H[first_N[position] : last_N[position]])
             for row, name in zip(candidates.tolist(), self.ids(candidates), strict=True):
-                if name == ids[position] and (self.kept is None or self.kept[row]):
+                if name == ids[position] and (self.kept_mask is None or self.kept_mask[row]):
                     positions.append(position)
                     rows.append(row)
         return np.array(positions, np.int64), np.array(rows, np.int64)
@@ -266,7 +266,7 @@ class Segment:
 def removed_rows(segment: Segment, generation: int, rows_n: NDArray[np.int64]) -> SegmentRecord:
     """Mark rows as removed; return the segment record for the next ``generation``."""
     folder = segment.gallery / REMOVED
-    kept_N = np.ones(segment.record.rows, bool) if segment.kept is None else segment.kept.copy()
+    kept_N = np.ones(segment.record.rows, bool) if segment.kept_mask is None else segment.kept_mask.copy()
     kept_N[rows_n] = False
     name = f"{segment.record.name}-{generation:08d}.npy"
     with atomic_path(folder / name) as temporary:

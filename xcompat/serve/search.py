@@ -199,13 +199,13 @@ def _move(placed: PlacedHit, is_new: bool) -> tuple[str, str, str]:
         if placed.other is None:
             return "gone", f"not among the first {DEPTH} of the new query", "worse"
         return f"→ {placed.other}", f"place {placed.other} with the new query", ""
-    if placed.moved is None:
+    if placed.places_gained is None:
         return "new", f"not among the first {DEPTH} of the old query", "better"
-    if placed.moved == 0:
+    if placed.places_gained == 0:
         return "=", "at the same place as with the old query", ""
-    higher = placed.moved > 0
+    higher = placed.places_gained > 0
     return (
-        f"{'▲' if higher else '▼'} {abs(placed.moved)}",
+        f"{'▲' if higher else '▼'} {abs(placed.places_gained)}",
         f"places {'higher' if higher else 'lower'} than with the old query",
         "better" if higher else "worse",
     )

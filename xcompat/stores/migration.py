@@ -35,6 +35,7 @@ MAX_BAD_SHARE, SHOWN = 0.1, 3
 """Maximum share of rows without a usable vector, and the number of examples in messages."""
 TOLERANCE = {"float32": 1e-5, "float16": 2e-3}
 """Maximum difference between a stored and a recomputed number."""
+_START_AGAIN = "run `xcompat migrate start` again, which keeps filled rows"
 
 
 class Migration(BaseModel):
@@ -411,9 +412,8 @@ def switch(store: Store, mapping: AnyVectorSource) -> Migration:
         elif migration.state == "switching":
             store.switch(migration.into)
         else:
-            raise XcompatError(
-                f"{store.uri} is {'already switched' if migration.state == 'switched' else 'being rolled back; run rollback'}"
-            )
+            state = "already switched" if migration.state == "switched" else "being rolled back; run rollback"
+            raise XcompatError(f"{store.uri} is {state}")
         _catch_up(store, mapping, migration, migration.before, migration.space)  # writes during the switch
         store.finish_switch()
         _note(store, migration, "switched")
@@ -422,12 +422,9 @@ def switch(store: Store, mapping: AnyVectorSource) -> Migration:
 
 def _require_filled(store: Store, migration: Migration) -> None:
     if not migration.filled:
-        raise XcompatError(f"start of {store.uri} is not finished; run `xcompat migrate start` again, then `verify`")
+        raise XcompatError(f"start of {store.uri} is not finished; {_START_AGAIN}, then `verify`")
     if missing := store.missing_indexes(migration.into, migration.space):
-        raise XcompatError(
-            f"{migration.into} in {store.uri} has no {_list_indexes(missing)}; run `xcompat migrate start` again, which keeps "
-            "filled rows"
-        )
+        raise XcompatError(f"{migration.into} in {store.uri} has no {_list_indexes(missing)}; {_START_AGAIN}")
 
 
 def _require_verified(store: Store, mapping: AnyVectorSource, migration: Migration) -> None:

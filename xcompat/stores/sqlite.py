@@ -168,7 +168,7 @@ class SqliteStore(Store):
         version = self._version()
         if self._is_complete(own, without):
             return 0
-        lacking = f"FROM {_quote(own)} AS t {self._beside(without)} WHERE {self._lacks(own, without)}"
+        lacking = f"FROM {_quote(own)} AS t {self._join_other_space(without)} WHERE {self._lacks(own, without)}"
         found = int(self._ask(f"SELECT count(*) {lacking}")[0][0])
         self._complete = None if found else (own, without, version)
         return found
@@ -181,7 +181,7 @@ class SqliteStore(Store):
         """Return whether no row can lack a vector. A switch leaves none, because it locks the file."""
         return without == self.space or self._complete == (own, without, self._version())
 
-    def _beside(self, other: str) -> str:
+    def _join_other_space(self, other: str) -> str:
         """Return the SQL that joins rows ``t`` with their rows ``w`` in another space and their hashes ``s``."""
         key = self.key
         return f"LEFT JOIN {_quote(other)} AS w ON w.{key} = t.{key} LEFT JOIN {_quote(self.state)} AS s ON s.id = t.{key}"
@@ -308,7 +308,7 @@ class SqliteStore(Store):
             lacks: "" for rows missing in the other space, "NOT " for its current rows, or None for all rows.
         """
         column = _quote(self.column)
-        beside, condition = ("", "TRUE") if lacks is None else (self._beside(other), lacks + self._lacks(own, other))
+        beside, condition = ("", "TRUE") if lacks is None else (self._join_other_space(other), lacks + self._lacks(own, other))
         return (
             f"SELECT t.{self.key}, t.{column}, {self._existing(own).hash_of('t')}, {self._content(content)}, "
             f"{'t' if lacks is None else 'w'}.{column} FROM json_each(?) AS j CROSS JOIN {_quote(own)} AS t "

@@ -87,7 +87,8 @@ def _load_one_kind(
     if is_text:
         return dict(_split_items(given, rows, ids, classes, TEXT_TO_TEXT))
     return {
-        role: EmbeddedImages(*_named(place), rows[role], rows[role], ids, ids, classes, classes) for role, place in given.items()
+        role: EmbeddedImages(*_identify(place), rows[role], rows[role], ids, ids, classes, classes)
+        for role, place in given.items()
     }
 
 
@@ -108,10 +109,10 @@ def load_embedding_folder(folder: Path, max_bad_share: float = BAD_SHARE, like: 
     require_files(folder, ("image", "text"))
     images_ND, image_ids = read_embeddings(folder, "image", max_bad_share, like.image_ids if like is not None else None)
     texts_MD, text_ids = read_embeddings(folder, "text", max_bad_share, like.text_ids if like is not None else None)
-    return EmbeddedPairs(*_named(folder), images_ND, texts_MD, image_ids, text_ids)
+    return EmbeddedPairs(*_identify(folder), images_ND, texts_MD, image_ids, text_ids)
 
 
-def _named(place: Place) -> tuple[str, Fingerprint]:
+def _identify(place: Place) -> tuple[str, Fingerprint]:
     if not isinstance(place, Path):
         return place.stem, Fingerprint.from_string(str(place))
     return place.name, Fingerprint.from_string(str(place.resolve()))
@@ -132,7 +133,7 @@ def _load_queries(given: Mapping[str, Path], judgements: Qrels | None, max_bad_s
             answers, query_ids = query_ids, _distinct(query_ids)
             qrels: Qrels = {name: {answer: 1.0} for name, answer in zip(query_ids, answers, strict=True)}
         loaded[role] = EmbeddedTexts(
-            *_named(folder), queries_QD, texts_GD, query_ids, text_ids, qrels if judgements is None else judgements
+            *_identify(folder), queries_QD, texts_GD, query_ids, text_ids, qrels if judgements is None else judgements
         )
     return loaded
 
@@ -202,7 +203,7 @@ def _split_items(
         }
     return {
         role: EmbeddedTexts(
-            *_named(folder), rows[role][queries_Q], rows[role][gallery_G], query_ids, gallery_ids, qrels, direction
+            *_identify(folder), rows[role][queries_Q], rows[role][gallery_G], query_ids, gallery_ids, qrels, direction
         )
         for role, folder in given.items()
     }
