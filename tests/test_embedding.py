@@ -1,4 +1,4 @@
-"""Embedding caches: equal to embedding one by one, with prefixes computed once, resumed shard by shard, refused if foreign."""
+"""Embedding caches: equal to embedding one by one, with prefixes computed once, resumed inside shards, refused if foreign."""
 
 from __future__ import annotations
 
@@ -118,6 +118,39 @@ def test_a_killed_embedding_embeds_missing_shards(embedder: Embedder, tmp_path: 
     assert calls == [TEXTS[0], TEXTS[5], TEXTS[10], TEXTS[10], TEXTS[15], TEXTS[20]], "finished shards are not embedded again"
     embed_texts(embedder, TEXTS, tmp_path / "c", "digest", shard_rows=5)
     assert len(calls) == 6, "a finished cache is opened"
+
+
+@pytest.mark.parametrize("kind", ["texts", "images"])
+def test_a_killed_embedding_continues_in_its_shard(
+    kind: str, embedder: Embedder, pairs_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def embed_into(place: str) -> Any:
+        if kind == "texts":
+            return embed_texts(embedder, TEXTS, tmp_path / place, "digest", shard_rows=16, tokens_per_batch=20)[:]
+        return embed_images(embedder, load_pairs(pairs_folder), tmp_path / place, "digest", shard_rows=16)[:]
+
+    def embed_and_count(self: Embedder, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        if len(counts) == 2 and not (tmp_path / "killed").exists():
+            (tmp_path / "killed").touch()
+            raise KeyboardInterrupt
+        counts.append(len(next(iter(batch.values()))))
+        return embed(self, batch)
+
+    whole, embed, counts, folder = embed_into("whole"), Embedder.embed, list[int](), tmp_path / "c"
+    monkeypatch.setattr(cache_writer, "SAVE_SECONDS", 0)
+    monkeypatch.setattr(embedding, "IMAGES_PER_BATCH", 3)
+    monkeypatch.setattr(Embedder, "embed", embed_and_count)
+    with pytest.raises(KeyboardInterrupt):
+        embed_into("c")
+    [unfinished] = folder.glob("unfinished-*")
+    np.testing.assert_allclose(embed_into("c"), whole, atol=1e-3)
+    assert sum(counts) == len(whole), "nothing is embedded twice"
+    assert not unfinished.exists()
+    for file in (folder / "cache.json", folder / "shard-00000.npy"):
+        file.unlink()
+    unfinished.write_bytes(b"damaged")
+    np.testing.assert_allclose(embed_into("c"), whole, atol=1e-3)
+    assert sum(counts) == len(whole) + 16
 
 
 def test_next_shard_is_embedded_while_one_is_written(embedder: Embedder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,6 +63,10 @@ class CacheInfo:
         """Number of shards."""
         return -(-self.rows // self.shard_rows)
 
+    def rows_of(self, shard: int) -> range:
+        """Return the rows of a shard."""
+        return range(self.rows)[shard * self.shard_rows : (shard + 1) * self.shard_rows]
+
     def to_json(self) -> dict[str, Any]:
         """Return the fields for a file. Like older caches, caches of float32 name no precision."""
         fields = asdict(self)
@@ -229,7 +233,7 @@ def open_shard(folder: Path, shard: int, info: CacheInfo) -> NDArray[np.number]:
     record = _read_record(path.with_suffix(".json"))
     if record is not None and (found := difference_once(path, record)):
         raise DamagedShardError(found[0])
-    rows = min(info.shard_rows, info.rows - shard * info.shard_rows)
+    rows = len(info.rows_of(shard))
     try:
         embeds_ND: NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
         if (embeds_ND.shape, str(embeds_ND.dtype)) == ((rows, info.dim), info.dtype):

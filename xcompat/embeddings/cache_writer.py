@@ -1,12 +1,13 @@
-"""Writer of embedding caches: all ranks write shards, and a killed run continues at its next shard."""
+"""Writer of embedding caches: all ranks write shards, and a killed run continues in the shard that it left unfinished."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from xcompat.core.distributed import barrier, gather_objects, is_main_process, rank, world_size
 from xcompat.core.errors import XcompatError
-from xcompat.core.files import clear_leftovers, list_entries, read_json, write_json
+from xcompat.core.files import atomic_path, clear_leftovers, list_entries, read_json, write_json
 from xcompat.core.progress import Waiting, advance_bar, notice, progress_bar
 from xcompat.data import BadSamples
 from xcompat.embeddings.cache import (
@@ -29,19 +30,22 @@ from xcompat.embeddings.cache import (
     write_shard,
 )
 
+T = TypeVar("T")
 Batches: TypeAlias = Iterator[tuple[NDArray[np.int64], Tensor]]
 """Row numbers with their embeddings."""
+SAVE_SECONDS = 30.0
+"""Interval between two writes of an unfinished shard, which a slow model fills in minutes."""
 
 
 def fill_cache(
-    info: CacheInfo, path: Path, embed_shards: Callable[[Sequence[slice], Waiting], Iterator[Batches]], bad: BadSamples
+    info: CacheInfo, path: Path, embed_shards: Callable[[Sequence[Sequence[int]], Waiting], Iterator[Batches]], bad: BadSamples
 ) -> EmbeddingCache:
     """Write the missing or damaged shards of a cache, each as soon as it is embedded.
 
     Args:
         info: the cache.
         path: its folder.
-        embed_shards: yields, for each given shard, the batches of its rows, numbered from 0.
+        embed_shards: takes the ascending rows of each shard, and yields their batches, with places in these rows.
         bad: counts unreadable items.
 
     Returns:
@@ -79,29 +83,52 @@ def _list_missing_shards(path: Path, info: CacheInfo) -> list[int]:
     return missing
 
 
+def select_rows(texts: Sequence[T], rows: Sequence[int]) -> list[T]:
+    """Read the rows of a shard in one slice.
+
+    Example:
+        >>> select_rows("abcdef", range(2, 4)), select_rows("abcdef", [1, 4])
+        (['c', 'd'], ['b', 'e'])
+    """
+    block = list(texts[rows[0] : rows[-1] + 1])
+    return [block[row - rows[0]] for row in rows]
+
+
 def _embed_shards(
     path: Path,
     info: CacheInfo,
     shards: list[int],
-    embed_shards: Callable[[Sequence[slice], Waiting], Iterator[Batches]],
+    embed_shards: Callable[[Sequence[Sequence[int]], Waiting], Iterator[Batches]],
 ) -> None:
-    slices = [slice(shard * info.shard_rows, min((shard + 1) * info.shard_rows, info.rows)) for shard in shards]
-    total = sum(part.stop - part.start for part in slices)
+    known = [_read_unfinished(path, shard, info) for shard in shards]
+    rows = [_remaining_rows(info.rows_of(shard), places_N) for shard, (places_N, _) in zip(shards, known, strict=True)]
     with progress_bar() as bar, ThreadPoolExecutor(1) as writer:
-        task = bar.add_task(f"embedding {info.kind} with {info.name}", total=total, unit=info.kind)
-        waiting = Waiting()
-        writing: Future[None] | None = None
-        for shard, part, batches in zip(shards, slices, embed_shards(slices, waiting), strict=True):
-            places, parts = [], []
+        task = bar.add_task(f"embedding {info.kind} with {info.name}", total=sum(map(len, rows)), unit=info.kind)
+        waiting, saved = Waiting(), time.monotonic()
+        writing: list[Future[None]] = []
+
+        def write(function: Callable[..., None], *arguments: object) -> None:
+            if writing:
+                writing.pop().result()  # at most one shard is being written while the model goes on
+            writing.append(writer.submit(function, path, *arguments))
+
+        for shard, left, (places_N, embeds_ND), batches in zip(shards, rows, known, embed_shards(rows, waiting), strict=True):
+            left_N, places, parts = np.asarray(left) - info.rows_of(shard).start, [places_N], [embeds_ND]
             for places_B, embeds_BD in batches:
-                places.append(places_B)
+                places.append(left_N[places_B])
                 parts.append(embeds_BD)  # stays on its device: a GPU copies once per shard
                 advance_bar(bar, task, len(places_B), waiting)
-            if writing is not None:
-                writing.result()  # at most one shard is being written while the model goes on
-            writing = writer.submit(_write_shard, path, shard, info, part.stop - part.start, places, parts)
-        if writing is not None:
-            writing.result()
+                if time.monotonic() - saved >= SAVE_SECONDS and sum(map(len, places)) < len(info.rows_of(shard)):
+                    write(_write_unfinished, shard, info, list(places), list(parts))
+                    saved = time.monotonic()
+            write(_write_shard, shard, info, places, parts)
+            saved = time.monotonic()
+        if writing:
+            writing.pop().result()
+
+
+def _remaining_rows(rows: range, places_N: NDArray[np.int64]) -> Sequence[int]:
+    return np.delete(rows, places_N).tolist() if len(places_N) else rows
 
 
 def _is_finished(path: Path, info: CacheInfo) -> bool:
@@ -111,18 +138,44 @@ def _is_finished(path: Path, info: CacheInfo) -> bool:
         return False
 
 
-def _write_shard(
-    path: Path, shard: int, info: CacheInfo, rows: int, places: list[NDArray[np.int64]], parts: list[Tensor]
-) -> None:
-    embeds_ND = np.full((rows, info.dim), np.nan, dtype=np.float32)
-    if parts:
-        embeds_ND[np.concatenate(places)] = torch.cat(parts).numpy(force=True)
+def _join(shard: int, info: CacheInfo, places: list[NDArray[np.int64]], parts: list[Tensor]) -> NDArray[np.float32]:
+    """Return the embeddings of a shard, NaN for unreadable images and for rows that are not embedded yet."""
+    embeds_ND = np.full((len(info.rows_of(shard)), info.dim), np.nan, dtype=np.float32)
+    embeds_ND[np.concatenate(places)] = torch.cat([part.to(parts[-1].device) for part in parts]).numpy(force=True)
+    return embeds_ND
+
+
+def _write_shard(path: Path, shard: int, info: CacheInfo, places: list[NDArray[np.int64]], parts: list[Tensor]) -> None:
+    embeds_ND = _join(shard, info, places, parts)
     if (np.abs(embeds_ND) > np.finfo(info.dtype).max).any():
         raise XcompatError(
             f"{info.name} returns values beyond the range of {info.dtype}, the type of caches; give embeddings of length 1 "
             "(options.input: embedding)"
         )
     write_shard(path, shard, info, embeds_ND)
+    _unfinished_path(path, shard).unlink(missing_ok=True)
+
+
+def _unfinished_path(folder: Path, shard: int) -> Path:
+    return folder / f"unfinished-{shard:05d}.npz"
+
+
+def _write_unfinished(path: Path, shard: int, info: CacheInfo, places: list[NDArray[np.int64]], parts: list[Tensor]) -> None:
+    with atomic_path(_unfinished_path(path, shard)) as temporary:
+        np.savez(temporary, embeds=_join(shard, info, places, parts).astype(info.dtype))
+
+
+def _read_unfinished(path: Path, shard: int, info: CacheInfo) -> tuple[NDArray[np.int64], Tensor]:
+    """Return the places and embeddings that a killed run left of a shard: none, if the file is missing or damaged."""
+    try:
+        with np.load(_unfinished_path(path, shard), allow_pickle=False) as stored:
+            embeds_ND = stored["embeds"]  # fails if the checksum in the file differs
+        if embeds_ND.shape == (len(info.rows_of(shard)), info.dim) and embeds_ND.dtype == info.dtype:
+            places_N = np.flatnonzero(np.isfinite(embeds_ND).all(axis=1))
+            return places_N, torch.from_numpy(embeds_ND[places_N].astype(np.float32))
+    except Exception:  # NumPy raises many kinds of errors on a damaged file
+        pass
+    return np.empty(0, np.int64), torch.empty(0, info.dim)
 
 
 def _check_plan(path: Path, info: CacheInfo) -> None:

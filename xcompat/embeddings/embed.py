@@ -20,7 +20,7 @@ from xcompat.core.threads import cores, keep_freed_memory, map_in_threads, share
 from xcompat.data import BadSamples, View, iterate_images
 from xcompat.data.schema import ID, IMAGE, PIXEL_VALUES
 from xcompat.embeddings.cache import FULL, CacheInfo, EmbeddingCache
-from xcompat.embeddings.cache_writer import Batches, fill_cache
+from xcompat.embeddings.cache_writer import Batches, fill_cache, select_rows
 from xcompat.encoders.base import Encoder
 from xcompat.encoders.onednn import packed_linears
 from xcompat.encoders.prefixes import length_sorted_batches, prefix_batches, shared_prefixes
@@ -66,15 +66,15 @@ def embed_texts(
         texts: any sequence that returns lists of strings for slices (a list, or a column of a ``datasets.Dataset``).
         path: cache folder. A finished cache is opened, an unfinished cache continued, and damaged shards are re-embedded.
         data_digest: identifies the texts and their order.
-        shard_rows: texts per shard, the unit of resuming.
+        shard_rows: texts per shard.
         tokens_per_batch: batch size in tokens, including padding. Shared prefixes count once.
 
     Returns:
         The cache.
     """
 
-    def embed_shards(shards: Sequence[slice], waiting: Waiting) -> Iterator[Batches]:
-        return embed_blocks(embedder, (list(texts[shard]) for shard in shards), waiting, tokens_per_batch)
+    def embed_shards(shards: Sequence[Sequence[int]], waiting: Waiting) -> Iterator[Batches]:
+        return embed_blocks(embedder, (select_rows(texts, rows) for rows in shards), waiting, tokens_per_batch)
 
     before = embedder.processor.count_truncated
     cache = _embed(embedder, "texts", len(texts), Path(path), data_digest, shard_rows, embed_shards, BadSamples())
@@ -161,7 +161,7 @@ def embed_images(
         dataset: a data set from :func:`xcompat.data.load_pairs`.
         path: cache folder. A finished cache is opened, an unfinished cache continued, and damaged shards are re-embedded.
         data_digest: identifies the images and their order.
-        shard_rows: images per shard, the unit of resuming. Use a multiple of 64, as no batch spans two shards.
+        shard_rows: images per shard.
         max_bad_share: maximum share of unreadable images.
         view: augmented view to embed, which ``data_digest`` must cover. None for plain images.
 
@@ -170,20 +170,17 @@ def embed_images(
     """
     if view is None and (rows_Nd := embedder.lookup(dataset[ID])) is not None:
 
-        def copy_shards(shards: Sequence[slice], waiting: Waiting) -> Iterator[Batches]:
-            for shard in shards:
-                yield iter([(np.arange(shard.stop - shard.start), torch.from_numpy(rows_Nd[shard]))])
+        def copy_shards(shards: Sequence[Sequence[int]], waiting: Waiting) -> Iterator[Batches]:
+            for rows in shards:
+                yield iter([(np.arange(len(rows)), torch.from_numpy(rows_Nd[np.asarray(rows)]))])
 
         return _embed(embedder, "images", len(rows_Nd), Path(path), data_digest, shard_rows, copy_shards, BadSamples())
     bad = BadSamples(max_bad_share, len(dataset))
     model = embedder.require_model("contains embeddings but no model")
 
-    def embed_shards(shards: Sequence[slice], waiting: Waiting) -> Iterator[Batches]:
-        rows = [row for shard in shards for row in range(shard.start, shard.stop)]
-        # batches divide a shard evenly, so that a single decoding stream serves all shards
-        most = images_per_batch(model.processor, model.device)
-        size = max(size for size in range(1, most + 1) if shard_rows % size == 0)
-        batches = embed_rows(model, dataset, rows, size, bad=bad, waiting=waiting, view=view)
+    def embed_shards(shards: Sequence[Sequence[int]], waiting: Waiting) -> Iterator[Batches]:
+        rows, size = [row for shard in shards for row in shard], images_per_batch(model.processor, model.device)
+        batches = embed_rows(model, dataset, rows, size, bad=bad, waiting=waiting, view=view)  # one decoding stream for all
         with _pack_weights(model):
             yield from _cut_by_shard(batches, shards)
 
@@ -323,17 +320,19 @@ def _pin_batch(batch: dict[str, Tensor], device: torch.device) -> dict[str, Tens
     return {name: pin_for(tensor, device) for name, tensor in batch.items()}
 
 
-def _cut_by_shard(batches: Batches, shards: Sequence[slice]) -> Iterator[Batches]:
-    """Distribute batches of ascending rows to shards, with rows numbered from 0. No batch spans two shards."""
+def _cut_by_shard(batches: Batches, shards: Sequence[Sequence[int]]) -> Iterator[Batches]:
+    """Distribute batches of ascending rows to shards, with places in the shards' rows. Cut batches that span two shards."""
     ahead = next(batches, None)
 
-    def batches_of(shard: slice) -> Batches:
+    def batches_of(rows_N: NDArray[np.int64]) -> Batches:
         nonlocal ahead
-        while ahead is not None and ahead[0][0] < shard.stop:
-            yield ahead[0] - shard.start, ahead[1]
-            ahead = next(batches, None)
+        while ahead is not None and ahead[0][0] <= rows_N[-1]:
+            rows_B, embeds_BD = ahead
+            count = int(np.searchsorted(rows_B, rows_N[-1], side="right"))
+            yield np.searchsorted(rows_N, rows_B[:count]), embeds_BD[:count]
+            ahead = (rows_B[count:], embeds_BD[count:]) if count < len(rows_B) else next(batches, None)
 
-    yield from map(batches_of, shards)
+    yield from map(batches_of, map(np.asarray, shards))
 
 
 def _embed(
@@ -343,7 +342,7 @@ def _embed(
     path: Path,
     data_digest: str,
     shard_rows: int,
-    embed_shards: Callable[[Sequence[slice], Waiting], Iterator[Batches]],
+    embed_shards: Callable[[Sequence[Sequence[int]], Waiting], Iterator[Batches]],
     bad: BadSamples,
 ) -> EmbeddingCache:
     model = embedder.fingerprint.digest, embedder.name

@@ -23,7 +23,7 @@ from xcompat.core.fingerprint import Fingerprint
 from xcompat.core.progress import Waiting, console, literal, notice
 from xcompat.data import BadSamples
 from xcompat.embeddings.cache import CacheInfo, EmbeddingCache
-from xcompat.embeddings.cache_writer import Batches, fill_cache
+from xcompat.embeddings.cache_writer import Batches, fill_cache, select_rows
 from xcompat.encoders.base import Space
 from xcompat.models.base import CompatModel
 from xcompat.models.embedder import Embedder, load_checkpoint
@@ -94,13 +94,13 @@ class Provider:
         begun = from_main_process(lambda: _cached_dim(path))
         dim = from_main_process(first_answer) if begun is None and len(texts) else begun
 
-        def embed_shards(shards: Sequence[slice], _: Waiting) -> Iterator[Batches]:
+        def embed_shards(shards: Sequence[Sequence[int]], _: Waiting) -> Iterator[Batches]:
             if begun is not None:
-                self._announce(text for shard in shards for text in texts[shard])
-            for shard in shards:
-                rows_BD = answered.pop(shard.start, None)  # the first process has the first shard's answer
+                self._announce(text for rows in shards for text in select_rows(texts, rows))
+            for rows in shards:
+                rows_BD = answered.pop(rows[0], None)  # the first process has the first shard's answer
                 if rows_BD is None:
-                    rows_BD = self.ask(list(texts[shard]), dim, ANSWERS_SAVED, shard.start)
+                    rows_BD = self.ask(select_rows(texts, rows), dim, ANSWERS_SAVED, rows[0])
                 yield iter([(np.arange(len(rows_BD)), torch.from_numpy(rows_BD))])
 
         info = CacheInfo(self.fingerprint.digest, self.name, data_digest, "texts", len(texts), dim or 1, self.batch)
