@@ -203,12 +203,15 @@ def test_every_mistake_is_named_at_once(tmp_path: Path, monkeypatch: pytest.Monk
 def test_every_setting_that_does_not_fit_is_named_at_once(tmp_path: Path) -> None:
     given = "memory_codec=SQ8", "stages.pair.mini_batch_size=5", "data.views=2", "prompt_lr_factor=7"
     with pytest.raises(XcompatError) as raised:
-        load(tmp_path, GOOD, *given)
+        load(
+            tmp_path, f"independent: stage:nowhere\n{GOOD}", *given, *(f"stages.{name}.independent=a" for name in ("phi", "pair"))
+        )
     assert [line.split(": ", 1)[1] for line in str(raised.value).splitlines()] == [
         "stages.0: memory_codec needs a memory; set memory: classes or pairs, or remove memory_codec",
         "stages.1: mini_batch_size 5 does not divide training.per_device_train_batch_size 8; choose a divisor",
         "stage 'phi': prompt_lr_factor has no effect: options.adapters has no prompts; remove it",
         "stage 'phi': data.views has no effect: method projection does not learn a map of images; remove it",
+        "independent: no stage uses 'stage:nowhere', as each sets its own independent; remove it",
     ]
 
 

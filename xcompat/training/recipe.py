@@ -218,7 +218,20 @@ def _examine(raw: dict[str, object], default_name: str, where: str, is_quick: bo
     if not is_quick and (known := recipe or _validate(given, QUICK, [])) is not None:
         with collect_problems(problems):
             refuse_unused(known.stages, tuple(problems))
+        problems += _unused_references(shared, given["stages"])
     return recipe, [f"{where}: {problem}" for problem in problems]
+
+
+def _unused_references(shared: dict[str, object], stages: Sequence[dict[str, object]]) -> Iterator[str]:
+    """Yield a line for each shared ``stage:NAME`` that each stage replaces, so that nothing checks its name."""
+    for key, value in shared.items():
+        name = _model_name(value)
+        if name.startswith(STAGE_PREFIX) and all(_model_name(stage[key]) != name for stage in stages):
+            yield f"{key}: no stage uses {name!r}, as each sets its own {key}; remove it"
+
+
+def _model_name(value: object) -> str:
+    return str(value.get("name") if isinstance(value, dict) else value)
 
 
 def _validate(given: dict[str, object], context: Mapping[str, object] | None, problems: list[str]) -> Recipe | None:
