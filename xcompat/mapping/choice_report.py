@@ -95,8 +95,7 @@ def describe_choice(choice: Choice) -> list[str]:
                 f" Mixed half-way with old queries, the lowest gain is {_least(choice.mixed)}: if you can still run the old "
                 "model, add --old-model."
             )
-        least = f"the best, {best.candidate}, has a lowest gain of {_least(best)}"
-        return [*held, f"No candidate is surely at or above old queries: {least}.{mix}", *sure]
+        return [*held, f"The lowest gain of the best candidate, {best.candidate}, is {_least(best)}.{mix}", *sure]
     said = [
         *held,
         f"New queries are surely at or above old ones on the validation split; the lowest gain is {_least(best)}. On as many "
