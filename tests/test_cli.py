@@ -631,6 +631,12 @@ def test_what_stops_a_command_is_one_line(error: BaseException, line: str, run: 
         assert line in refused(run("train", "any.yaml"), 130 if isinstance(error, KeyboardInterrupt) else 2)
 
 
+@pytest.mark.parametrize("command", [("demo",), ("gallery", "info", "g"), ("serve", "g")], ids=" ".join)
+def test_nothing_to_continue_after_ctrl_c(command: tuple[str, ...], run: Run) -> None:
+    with mock.patch("typer.core.TyperCommand.invoke", side_effect=KeyboardInterrupt):
+        assert refused(run(*command), 130) == "interrupted"
+
+
 def test_a_bug_keeps_its_traceback_and_ends_with_what_a_report_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     def stop(*_: object, **__: object) -> None:
         fingerprint = Fingerprint.from_string("clip-b32")

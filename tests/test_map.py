@@ -571,7 +571,9 @@ def test_a_map_without_training_embeddings_is_chosen_among_its_kind(sides: tuple
 def test_a_refusal_is_said_once_in_the_last_line(tmp_path: Path) -> None:
     pairs = made(new_noise=4)
     labels = [str(label) for label in pairs.labels_N]
-    done = run_map(write(tmp_path / "old", pairs.old_Nd, labels=labels), write(tmp_path / "new", pairs.new_ND), tmp_path / "out")[0]
+    done = run_map(write(tmp_path / "old", pairs.old_Nd, labels=labels), write(tmp_path / "new", pairs.new_ND), tmp_path / "out")[
+        0
+    ]
     before, last = done.output.rstrip().rsplit("\n", 1)
     assert done.exit_code == 1 and last.startswith("No map was written: no candidate is surely at or above old queries.")
     assert "surely" not in before and "The lowest gain of the best candidate" in before

@@ -589,7 +589,7 @@ def _fail(line: str, code: int = 2) -> NoReturn:
     who = "xcompat" if (rank := os.environ.get("RANK", "0")) == "0" else f"xcompat (process {rank})"
     enough = line == failures.BROKEN_PIPE and failures.only_prints(sys.argv[1:])
     if not enough:
-        text = "".join(f"{who}: {each}\n" for each in line.split("\n"))
+        text = "".join(f"{who}: {each}\n" for each in failures.drop_advice(line, sys.argv[1:]).split("\n"))
         print(text, end="", file=sys.stderr)  # noqa: T201 - a single write, as processes share stderr; rich would wrap it
     end_processes()
     try:

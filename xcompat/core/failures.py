@@ -23,6 +23,8 @@ ONLY_PRINT = {"classes", "find", "help", "lineage", "recipes"} | {
     *("migrate plan", "migrate status", "migrate verify"),
 }
 """Commands that only print, so that a closed pipe (e.g. to `head`) leaves no work undone."""
+STARTS_OVER = {"demo", "plan", "report", "serve"}
+"""Other commands that keep no partial work, so that nothing continues after Ctrl-C."""
 FULL = (errno.ENOSPC, errno.EDQUOT)
 REMEDIES = {
     errno.EACCES: "choose another place, or give yourself access",
@@ -63,6 +65,21 @@ def only_prints(words: Sequence[str]) -> bool:
     """
     is_help = not words or not {"-h", "--help", "--version"}.isdisjoint(words)
     return is_help or not ONLY_PRINT.isdisjoint((words[0], " ".join(words[:2])))
+
+
+def drop_advice(line: str, words: Sequence[str]) -> str:
+    """Drop the advice to continue an interrupted command that keeps no partial work.
+
+    Args:
+        line: the error.
+        words: the typed command, without the program's name.
+
+    Example:
+        >>> drop_advice(INTERRUPTED, ["serve", "gallery"]), drop_advice(INTERRUPTED, ["train", "recipe.yaml"])
+        ('interrupted', 'interrupted; start again to continue')
+    """
+    has_no_rest = only_prints(words) or words[0] in STARTS_OVER
+    return "interrupted" if line == INTERRUPTED and has_no_rest else line
 
 
 def explain(error: BaseException) -> str | None:
