@@ -12,7 +12,7 @@ import faiss
 import numpy as np
 import pytest
 import torch
-from conftest import Run, invoke, store, write_embeds
+from conftest import Run, invoke, refuses, store, write_embeds
 from pydantic import ValidationError
 from test_confidence import remembering
 from test_index_gallery import write_index
@@ -153,8 +153,7 @@ def test_a_fallback_that_is_none_is_one_line(old: Embedder) -> None:
         ({"model": "old", "share": True}, "share is True"),
     ):
         options = {**options, **({"model": old} if "model" in options else {})}
-        with pytest.raises(XcompatError, match=said):
-            Fallback.from_options(options, "cpu")
+        refuses(said, Fallback.from_options, options, "cpu")
     with pytest.raises(ValidationError, match="evaluation.fallback reports its results as 'fallback'; rename the stage"):
         EvaluationSettings(fallback=0.5, compare_with=["fallback"])
 
@@ -299,8 +298,7 @@ def test_a_named_old_model_takes_the_place_of_the_recorded_one(
     moved = AutoModel.from_pretrained(map_folder)
     moved.config.old["name"] = str(tmp_path / "gone")
     moved.export(tmp_path / "moved")
-    with pytest.raises(XcompatError, match="gone"):
-        pipeline("compatible-retrieval", model=str(tmp_path / "moved"), gallery=gallery)
+    refuses("gone", pipeline, "compatible-retrieval", model=str(tmp_path / "moved"), gallery=gallery)
     search = pipeline("compatible-retrieval", model=str(tmp_path / "moved"), gallery=gallery, fallback={"model": old_folder})
     require_equal(search(QUERY, top_k=len(TEXTS)), expected)
 

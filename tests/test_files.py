@@ -15,7 +15,7 @@ import faiss
 import numpy as np
 import pytest
 import torch
-from conftest import Run, refusing, store
+from conftest import Run, refuses, store
 from safetensors.torch import save_file
 from test_gallery_leftovers import at_call, killed
 from test_index_gallery import write_index
@@ -172,8 +172,7 @@ def test_places_of_another_kind_are_kept_and_long_names_taken(tmp_path: Path) ->
 def test_what_is_no_json_is_one_line(tmp_path: Path) -> None:
     for text in (b"{", b"\xff", b"[" * 100_000, b"9" * 5000, b""):
         (tmp_path / "a.json").write_bytes(text)
-        with refusing(r"a\.json is not valid JSON"):
-            read_json(tmp_path / "a.json")
+        refuses(r"a\.json is not valid JSON", read_json, tmp_path / "a.json")
 
 
 def test_every_difference_of_a_file_is_named(tmp_path: Path) -> None:
@@ -341,8 +340,7 @@ def test_what_it_did_not_make_is_left_alone(name: str, spoilt: str, tmp_path: Pa
     make(place)
     SPOILT[spoilt](place, own, place / MARKER if name == "folder" else tmp_path / f"{name}{MARKER}")
     before = snapshot(tmp_path)
-    with pytest.raises(XcompatError, match="by `xcompat export example`; move it, choose another place, or add --overwrite"):
-        make(place, "again")
+    refuses("by `xcompat export example`; move it, choose another place, or add --overwrite", make, place, "again")
     assert snapshot(tmp_path) == before
     make(place, "again", overwrite=True)
     assert own.read_text() == "again" and not (place / "notes.txt").is_symlink()
@@ -355,8 +353,7 @@ def test_what_comes_while_it_works_is_left_alone(tmp_path: Path) -> None:
             temporary.write_text("made")
             (tmp_path / "a.txt").write_text("a user's")
 
-    with pytest.raises(XcompatError, match="was not made by"):
-        slowly()
+    refuses("was not made by", slowly)
     assert snapshot(tmp_path) == {"a.txt": "a user's"}
 
 
@@ -398,8 +395,7 @@ def test_current_folder_is_refused(place: str, overwrite: bool | None, tmp_path:
     (tmp_path / "inner").mkdir()
     (tmp_path / "inner" / "notes.txt").write_text("a user's")
     monkeypatch.chdir(tmp_path / "inner")
-    with pytest.raises(XcompatError, match="is the current folder or a parent of it"):
-        require_replaceable(Path(place), MADE_BY, overwrite)
+    refuses("is the current folder or a parent of it", require_replaceable, Path(place), MADE_BY, overwrite)
     assert snapshot(tmp_path) == {"inner/notes.txt": "a user's"}
 
 
@@ -409,8 +405,7 @@ def test_a_folder_that_a_kill_hid_is_not_taken_for_a_free_place(tmp_path: Path, 
     hidden = tmp_path / ".docs.12345678.xcompat-partial"
     hidden.mkdir()
     (tmp_path / "docs").rename(hidden / f"docs{files._PREVIOUS}")
-    with pytest.raises(XcompatError, match=r"notes.txt was not made by"):
-        make(tmp_path / "docs")
+    refuses(r"notes.txt was not made by", make, tmp_path / "docs")
     assert snapshot(tmp_path) == {"docs/notes.txt": "a user's"}
 
 
@@ -452,8 +447,7 @@ def test_a_gallery_knows_whose_embeddings_go_into_an_export(tmp_path: Path) -> N
     to_faiss(ridge(), right.path, tmp_path / "new.faiss")
     about = read_marker(tmp_path / "new.faiss")
     assert about is not None and about.about["vectors"] == str(OLD) and about.about["queries"].startswith("RidgeModel@")
-    with pytest.raises(XcompatError, match="of the same dimension@"):
-        to_faiss(ridge(), other.path, tmp_path / "wrong.faiss")
+    refuses("of the same dimension@", to_faiss, ridge(), other.path, tmp_path / "wrong.faiss")
     store(right, np.ones((1, 8), np.float32), ["one more"])
     with pytest.raises(XcompatError, match="is not a single faiss index; merge it with `xcompat gallery compact"):
         to_faiss(ridge(), right.path, tmp_path / "wrong.faiss")
@@ -465,6 +459,5 @@ def test_a_gallery_knows_whose_embeddings_go_into_an_export(tmp_path: Path) -> N
 def test_the_quickstart_replaces_no_other_recipe(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "recipe.yaml").write_text("method: bct\n")
-    with pytest.raises(XcompatError, match=r"recipe.yaml differs from the quickstart's recipe"):
-        run_quickstart(tmp_path)
+    refuses(r"recipe.yaml differs from the quickstart's recipe", run_quickstart, tmp_path)
     assert (tmp_path / "recipe.yaml").read_text() == "method: bct\n"

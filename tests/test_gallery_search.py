@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 import warm
-from conftest import Run, store, write_photos
+from conftest import Run, refuses, store, write_photos
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -23,7 +23,7 @@ from store_places import OLD, unit_vectors
 from test_index_gallery import write_index
 
 import xcompat.stores
-from xcompat import Fingerprint, XcompatError
+from xcompat import Fingerprint
 from xcompat.core.progress import console
 from xcompat.methods import RidgeModel
 from xcompat.models import describe_old
@@ -318,8 +318,7 @@ def test_migrate_refuses_galleries(halves: Gallery, model: RidgeModel, run_xcomp
     assert f"xcompat gallery upgrade {halves.path} --model RUN" in said
     assert Gallery.open(halves.path).generation == halves.generation
     for place, said in ((str(tmp_path), "is not a gallery"), ("here/gallery", "is not an absolute path")):
-        with pytest.raises(XcompatError, match=said):
-            xcompat.stores.open(f"file://{place}")
+        refuses(said, xcompat.stores.open, f"file://{place}")
 
 
 FIRST, SECOND = Fingerprint.from_string("old"), Fingerprint.from_string("new")

@@ -14,7 +14,7 @@ import faiss
 import numpy as np
 import pytest
 import torch
-from conftest import Run, invoke, store
+from conftest import Run, invoke, refuses, store
 from PIL import Image
 from rich.console import Console
 from schedule import mostly_nightly, mostly_nightly_rows
@@ -22,7 +22,7 @@ from scipy.stats import binomtest
 from store_places import unit_vectors as unit
 from test_index_gallery import write_index
 
-from xcompat import Fingerprint, FingerprintMismatchError, XcompatError
+from xcompat import Fingerprint, FingerprintMismatchError
 from xcompat.encoders.standins import save_stand_in
 from xcompat.methods import METHODS, FctConfig, FctModel, OcaModel
 from xcompat.models import CompatModel
@@ -193,8 +193,7 @@ def test_a_mapped_gallery_is_one_of_the_new_encoder_which_a_later_map_maps_again
 
 def test_what_cannot_be_upgraded_is_refused(tmp_path: Path) -> None:
     gallery = old_gallery(tmp_path / "g")
-    with pytest.raises(XcompatError, match="maps queries, not galleries: its queries search this gallery as it is"):
-        gallery.upgrade(solved())
+    refuses("maps queries, not galleries: its queries search this gallery as it is", gallery.upgrade, solved())
     other = Gallery.create(tmp_path / "other", Fingerprint.from_string("someone else"), dim=d)
     store(other, unit(3, d, 0), ["a", "b", "c"])
     with pytest.raises(FingerprintMismatchError, match="maps embeddings of old@.*this gallery holds someone else@"):
@@ -278,9 +277,8 @@ def test_the_advised_command_makes_a_map_fit(gallery_knows: str, tmp_path: Path,
     known, mapped = names if gallery_knows == "model" else names[::-1]
     gallery = make_gallery(tmp_path, old if gallery_knows == "model" else Fingerprint.from_string(known), old.dim)
     model = make_map(tmp_path, mapped, old.dim)
-    with pytest.raises(XcompatError, match="gallery alias") as refused:
-        search(gallery, tmp_path, model)
-    program, *arguments = shlex.split(str(refused.value).split("`")[1])  # the command between backticks
+    line = refuses("gallery alias", search, gallery, tmp_path, model)
+    program, *arguments = shlex.split(line.split("`")[1])  # the command between backticks
     assert program == "xcompat"
     invoke(*arguments)
     view = load_checkpoint(f"{model}/model").to_space(torch.from_numpy(NEW[:4].astype(np.float32)))
@@ -303,11 +301,8 @@ def test_reports_name_old_models_by_fingerprint(tmp_path: Path, old_folder: str,
 def test_no_advice_for_other_models_and_dimensions(tmp_path: Path, old_folder: str, image_folder_of: dict[str, str]) -> None:
     gallery = make_gallery(tmp_path, load_embedder(old_folder), load_embedder(old_folder).dim)
     model = make_map(tmp_path, "b32", 5)
-    with pytest.raises(XcompatError, match="cannot be compared") as refused:
-        search(gallery, tmp_path, model)
-    assert "alias" not in str(refused.value)
-    with pytest.raises(XcompatError, match="another model than"):
-        invoke("gallery", "alias", gallery, image_folder_of["resnet"])
+    assert "alias" not in refuses("cannot be compared", search, gallery, tmp_path, model)
+    refuses("another model than", invoke, "gallery", "alias", gallery, image_folder_of["resnet"])
 
 
 COUNT = 100
@@ -481,8 +476,7 @@ def test_a_canary_shows_that_a_model_has_changed(
     load_site(*serving)
     assert "no longer makes" not in caplog.text
     other = load_embedder(save_stand_in(tmp_path / "other", "resnet", 8, seed=9))
-    with pytest.raises(XcompatError, match="has no embeddings by .*; choose a model of this gallery"):
-        check_canary(Gallery.open(place), other, store=True)
+    refuses("has no embeddings by .*; choose a model of this gallery", check_canary, Gallery.open(place), other, store=True)
     embed = Embedder.embed
     monkeypatch.setattr(Embedder, "embed", lambda self, batch, space=None: embed(self, batch, space).flip(1))
     code, out, err = run_xcompat(*checking)

@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hint
 import pytest
 import torch
 import transformers
-from conftest import TEXTS, refusing
+from conftest import TEXTS, refuses
 from PIL import Image
 from pydantic import TypeAdapter, ValidationError
 from schedule import METHOD_OF_EACH_KIND, mostly_nightly, mostly_nightly_rows
@@ -147,8 +147,7 @@ def test_a_processor_is_called_as_those_of_transformers(run: Run, images: list[I
     assert torch.equal(processor.images(images[0]), one["pixel_values"])
     assert torch.equal(processor.texts(TEXTS[0])["input_ids"], one["input_ids"])
     for given, message in (({}, "nothing to preprocess"), ({"text": "a", "return_tensors": "np"}, "return_tensors is 'np'")):
-        with pytest.raises(XcompatError, match=message):
-            processor(**given)
+        refuses(message, processor, **given)
     with torch.no_grad():
         output = model(**processor(images=images)) if not model.embeds_texts else model(**both)
     assert len(output.image_embeds) == len(images)
@@ -170,8 +169,7 @@ def test_features_are_the_models_own_embeddings(run: Run, images: list[Image.Ima
     if model.embeds_texts:
         assert torch.equal(model.get_text_features(**texts).pooler_output, model.embed_texts(**processor.texts(TEXTS)))
     else:
-        with pytest.raises(XcompatError, match="trained on images only and cannot embed texts"):
-            model.get_text_features(**texts)
+        refuses("trained on images only and cannot embed texts", model.get_text_features, **texts)
 
 
 def test_the_pipeline_of_features_gives_the_models_own_embedding(run: Run, images: list[Image.Image], tmp_path: Path) -> None:
@@ -196,8 +194,7 @@ def test_what_is_no_embedding_is_refused_in_one_line(run: Run) -> None:
             message = "cannot search an old gallery"
         elif model.maps_galleries:
             message = "maps galleries: upgrade the stored embeddings instead"
-        with refusing(message.format(dim=model.config.embedding_dim)):
-            model.to_space(embeds)
+        refuses(message.format(dim=model.config.embedding_dim), model.to_space, embeds)
         if model.compatible_with and model.maps_galleries:
             with pytest.raises(XcompatError, match=r"takes embeddings (as a torch tensor|of the old model) \(B, \d+\), not"):
                 model.upgrade(embeds if not isinstance(embeds, torch.Tensor) or embeds.ndim == 1 else embeds[:, :3])

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from conftest import ARCHITECTURES, Run, refusing
+from conftest import ARCHITECTURES, Run, refuses, refusing
 from hub_server import Hub, Repository
 from huggingface_hub import ModelCard
 from peft import PeftModel
@@ -151,8 +151,7 @@ def test_a_base_that_changed_is_refused(folder_of: dict[str, str], tmp_path: Pat
     with pytest.raises(FingerprintMismatchError, match="these adapters need"):
         model.save_pretrained(tmp_path / "again")
     shutil.rmtree(base)
-    with pytest.raises(XcompatError, match=f"the base {base} of these adapters is unavailable"):
-        AutoModel.from_pretrained(tmp_path / "adapters")
+    refuses(f"the base {base} of these adapters is unavailable", AutoModel.from_pretrained, tmp_path / "adapters")
 
 
 def test_a_revision_is_that_commit(hub: Hub, on_hub: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,12 +169,10 @@ def test_a_revision_is_that_commit(hub: Hub, on_hub: dict[str, str], tmp_path: P
     assert pinned.processor.mean != newest.processor.mean
     assert is_checkpoint(f"me/model@{first}") and load_checkpoint(f"me/model@{first}").revision == first
     assert EncoderSource(name=f"hf-hub:me/model@{first}").revision == first
-    with pytest.raises(XcompatError, match="0123456789ab looks like an xcompat fingerprint; use a branch"):
-        load_encoder("base/clip@0123456789ab")
+    refuses("0123456789ab looks like an xcompat fingerprint; use a branch", load_encoder, "base/clip@0123456789ab")
     (tmp_path / "photo-model-0.5").mkdir()
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(XcompatError, match="there is no folder photo-model-0.33 either; did you mean 'photo-model-0.5'"):
-        load_encoder("photo-model-0.33")
+    refuses("there is no folder photo-model-0.33 either; did you mean 'photo-model-0.5'", load_encoder, "photo-model-0.33")
     (tmp_path / "me@home").mkdir()
     assert EncoderSource(name=str(tmp_path / "me@home")).revision is None
     with pytest.raises(ValueError, match="contains a revision"):
@@ -314,8 +311,7 @@ def test_a_repository_that_exists_stays_as_private_as_it_is(finished: Finish, hu
         hub.repos["me/pair"].commit({".gitattributes": b""})
         hub.repos["base/clip"].gated = is_gated
         for overwrite in (False, True):
-            with pytest.raises(XcompatError, match=reason):
-                push(folder, "me/pair", private=wanted, overwrite=overwrite)
+            refuses(reason, push, folder, "me/pair", private=wanted, overwrite=overwrite)
         assert len(hub.repos["me/pair"].commits) == 1 and hub.repos["me/pair"].private == is_private
         push(folder, "me/pair", private=is_private)
 
@@ -377,8 +373,7 @@ def test_what_queries_remember_may_stay_at_home(memory: MemoryParts, hub: Hub, o
     assert part.confidence(embeds) is None, "how sure a query is goes with what it remembers"
     assert part.stored_fingerprint() == whole.stored_fingerprint(), "galleries stay its own"
     model.remember(None).export(tmp_path / "plain")
-    with pytest.raises(XcompatError, match=f"has no memory; remove --memory {memory}"):
-        push(tmp_path / "plain", "me/plain", memory=memory)
+    refuses(f"has no memory; remove --memory {memory}", push, tmp_path / "plain", "me/plain", memory=memory)
 
 
 @torch.no_grad()
@@ -408,16 +403,12 @@ def test_another_model_is_not_replaced(finished: Finish, hub: Hub, on_hub: dict[
     hub.add("me/clip", folder / "phi" / "model")
     before = hub.files("me/ridge")
     reason = "me/ridge contains another model: its method is xcompat-ridge, not xcompat-xbt; .*--overwrite"
-    with pytest.raises(XcompatError, match=reason):
-        push(folder, "me/ridge")
-    with pytest.raises(XcompatError, match="me/ridge contains another model"):
-        AutoModel.from_pretrained(folder / "pair" / "model").push_to_hub("ridge")
-    with pytest.raises(XcompatError, match="base/clip contains another model"):
-        push(folder, "base/clip")
+    refuses(reason, push, folder, "me/ridge")
+    refuses("me/ridge contains another model", AutoModel.from_pretrained(folder / "pair" / "model").push_to_hub, "ridge")
+    refuses("base/clip contains another model", push, folder, "base/clip")
     hub.repos["me/notes"] = Repository()
     hub.repos["me/notes"].commit({"README.md": b"", "thesis.pdf": b""})
-    with pytest.raises(XcompatError, match=r"me/notes contains other files, e.g. thesis.pdf"):
-        push(folder, "me/notes")
+    refuses(r"me/notes contains other files, e.g. thesis.pdf", push, folder, "me/notes")
     assert hub.files("me/ridge") == before
     push(folder, "me/notes", overwrite=True)
     assert "thesis.pdf" not in hub.files("me/notes")
@@ -426,8 +417,7 @@ def test_another_model_is_not_replaced(finished: Finish, hub: Hub, on_hub: dict[
     other = build("ridge", on_hub)
     other.config.old["fingerprint"] = OLDER.digest
     build("ridge", on_hub).push_to_hub("me/old")
-    with pytest.raises(XcompatError, match=f"its old is {OLD.digest[:12]}, not {OLDER.digest[:12]}"):
-        other.push_to_hub("me/old")
+    refuses(f"its old is {OLD.digest[:12]}, not {OLDER.digest[:12]}", other.push_to_hub, "me/old")
     hub.repos["me/old"].commit(hub.files("me/old") | {"merges.txt": b"of another model"})
     other.push_to_hub("me/old", overwrite=True)
     assert "merges.txt" not in hub.files("me/old")
@@ -459,8 +449,7 @@ def test_a_plain_encoder_is_pushed_as_it_is(hub: Hub, folder_of: dict[str, str],
         assert ModelCard(text).data.to_dict()["fingerprint"] == encoder.fingerprint(processor).digest
         assert usage(text)["embeds"].shape == (1, 16)
     other = save_stand_in(tmp_path / "other", "clip", 16, seed=9)
-    with pytest.raises(XcompatError, match="me/clip contains another model: its fingerprint is"):
-        push(other, "me/clip")
+    refuses("me/clip contains another model: its fingerprint is", push, other, "me/clip")
 
 
 def test_impossible_push_forms(hub: Hub, folder_of: dict[str, str], tmp_path: Path) -> None:
@@ -472,8 +461,7 @@ def test_impossible_push_forms(hub: Hub, folder_of: dict[str, str], tmp_path: Pa
         ("xbt", "adapters", "is a local folder, so others cannot load it; push the whole model"),
     ):
         build(method, folder_of).export(tmp_path / "model")
-        with pytest.raises(XcompatError, match=reason):
-            push(tmp_path / "model", "me/model", form)
+        refuses(reason, push, tmp_path / "model", "me/model", form)
         assert "me/model" not in hub.repos
 
 
@@ -482,10 +470,8 @@ def test_the_model_of_a_run_and_its_report_are_found(finished: Finish, hub: Hub,
     assert find_model(folder) == folder / "pair" / "model" == find_model(folder / "pair")
     report = json.loads((folder / "report.json").read_text())
     (folder / "report.json").unlink()
-    with pytest.raises(XcompatError, match=r"contains several models \(pair, phi\); choose one"):
-        push(folder, "me/pair")
-    with pytest.raises(XcompatError, match="contains no model"):
-        push(tmp_path / "nowhere", "me/pair")
+    refuses(r"contains several models \(pair, phi\); choose one", push, folder, "me/pair")
+    refuses("contains no model", push, tmp_path / "nowhere", "me/pair")
     report["new"]["fingerprint"] = "1" * 64  # of another model
     (folder / "report.json").write_text(json.dumps(report))
     push(folder, "me/pair")
@@ -540,18 +526,15 @@ def test_links_that_are_missing_are_named_and_passed(hub: Hub, on_hub: dict[str,
         (moved, r"/no/such/model is neither a folder here nor a name on the Hub \(and 1 more\)"),
         (pinned, "base/clip@v1.0 is neither a folder here nor on"),
     ):
-        with pytest.raises(XcompatError, match=said):
-            require_whole(trace_lineage(name))
-    with pytest.raises(XcompatError, match="^me/nowhere is neither"):
-        trace_lineage("me/nowhere")
+        refuses(said, require_whole, trace_lineage(name))
+    refuses("^me/nowhere is neither", trace_lineage, "me/nowhere")
 
 
 def test_a_circle_is_named(hub: Hub, tmp_path: Path) -> None:
     hub.add("me/a", write_config(tmp_path / "a", named("me/b")))
     hub.add("me/b", write_config(tmp_path / "b", named("me/a")))
     assert lines("me/a") == ["me/a (bct)", "  me/b (bct)", "    me/a (bct)"]
-    with pytest.raises(XcompatError, match="the lineage of me/a is broken: it leads in a circle, me/a → me/b → me/a;"):
-        require_whole(trace_lineage("me/a"))
+    refuses("the lineage of me/a is broken: it leads in a circle, me/a → me/b → me/a;", require_whole, trace_lineage("me/a"))
 
 
 def test_an_older_model_that_changed_is_noticed(hub: Hub, on_hub: dict[str, str]) -> None:
@@ -564,8 +547,7 @@ def test_an_older_model_that_changed_is_noticed(hub: Hub, on_hub: dict[str, str]
     assert [line.strip() for line in lines("me/new")] == ["me/new (ridge)", "me/old (ridge)", "old ()", "older ()"]
     del described["revision"]
     METHODS["ridge"].from_encoder("base/clip", old=described).push_to_hub("me/newer")
-    with pytest.raises(XcompatError, match=f"me/old is another model now .*, not {described['fingerprint'][:12]}"):
-        require_whole(trace_lineage("me/newer"))
+    refuses(f"me/old is another model now .*, not {described['fingerprint'][:12]}", require_whole, trace_lineage("me/newer"))
 
 
 def test_transformers_own_ways_to_push(hub: Hub, folder_of: dict[str, str], tmp_path: Path) -> None:
@@ -588,8 +570,7 @@ def test_transformers_own_ways_to_push(hub: Hub, folder_of: dict[str, str], tmp_
     assert "model.safetensors" not in hub.files("me/saved", "second"), "which would be read in the place of its shards"
     assert json.loads(hub.files("me/saved", "second")["model.safetensors.index.json"])
     hub.token = "hf_of_somebody"
-    with pytest.raises(XcompatError, match="hf auth login"):
-        model.push_to_hub("me/other")
+    refuses("hf auth login", model.push_to_hub, "me/other")
     model.push_to_hub("me/other", token="hf_of_somebody")
     assert "README.md" in hub.files("me/other")
 

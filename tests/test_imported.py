@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import invoke, refusing
+from conftest import invoke, refuses
 from hub_server import Hub
 from safetensors.torch import save_file
 from scipy.special import erf
@@ -130,8 +130,7 @@ def test_maps_that_do_not_fit_are_one_line(folder_of: dict[str, str], tmp_path: 
     ]
     for number, (model, said) in enumerate(given):
         model.export(tmp_path / str(number))
-        with refusing(said):
-            mapped(sample(tmp_path), tmp_path / "out", "--start-from", str(tmp_path / str(number)))
+        refuses(said, mapped, sample(tmp_path), tmp_path / "out", "--start-from", str(tmp_path / str(number)))
     assert not (tmp_path / "out").exists()
 
 
@@ -155,8 +154,7 @@ def test_what_is_no_map_is_one_line(tmp_path: Path) -> None:
     sides = sample(tmp_path)
     (tmp_path / "notes.txt").write_text("W = 1")
     for name, said in (("nowhere", "does not exist"), ("notes.txt", "is not a .npz or .safetensors file")):
-        with pytest.raises(XcompatError, match=said):
-            mapped(sides, tmp_path / "out", "--start-from", str(tmp_path / name))
+        refuses(said, mapped, sides, tmp_path / "out", "--start-from", str(tmp_path / name))
     solved().export(tmp_path / "theirs" / "model")
     with pytest.raises(XcompatError, match="remove --activation"):
         mapped(sides, tmp_path / "out", "--start-from", str(tmp_path / "theirs"), "--activation", "relu")
@@ -310,5 +308,4 @@ def test_bad_adapters_are_one_line(what: str, tmp_path: Path, monkeypatch: pytes
         monkeypatch.setattr("xcompat.mapping.adapter_files.LARGEST", 2**20)
     arrays(path) if callable(arrays) else saved(path, arrays)
     given = "relu" if what in ("another activation", "a norm", "layers that do not fit", "a bias of columns") else None
-    with refusing(said):
-        read_adapters(path, GALLERY, NEW, given)  # type: ignore[arg-type]
+    refuses(said, read_adapters, path, GALLERY, NEW, given)

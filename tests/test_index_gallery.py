@@ -15,7 +15,7 @@ import faiss
 import numpy as np
 import pyarrow as pa
 import pytest
-from conftest import Run, refusing, write_photos
+from conftest import Run, refuses, write_photos
 from faiss.contrib.ondisk import merge_ondisk
 from PIL import Image
 from schedule import mostly_nightly
@@ -99,8 +99,7 @@ def test_ids_become_the_paths_of_images(tmp_path: Path, caplog: pytest.LogCaptur
     assert ids_in(open_index(rows, OLD, originals=originals)) == ["x", "y", "z"]
     assert "no id of" in caplog.text
     four = write_index(tmp_path / "four.faiss", np.eye(4, dtype=np.float32))
-    with pytest.raises(XcompatError, match="holds 4 vectors without ids, but there are 3 images or texts; use --ids"):
-        open_index(four, OLD, originals=originals)
+    refuses("holds 4 vectors without ids, but there are 3 images or texts; use --ids", open_index, four, OLD, originals=originals)
 
 
 @pytest.fixture
@@ -337,10 +336,8 @@ def test_ids_can_be_given_for_own_ids_in_any_clear_way(tmp_path: Path) -> None:
     removed.remove_ids(np.arange(0, ROWS, 4))
     assert ids_of(3, removed, names) == {name: row for name, row in ascending.items() if row % 4}
     assert ids_of(4, make_index("IDMap,Flat", ids=shuffled), names) == ascending
-    with pytest.raises(XcompatError, match="the lines of --ids cannot be matched to them; remove --ids"):
-        ids_of(5, make_index("IVF8,Flat", ids=shuffled), names)
-    with pytest.raises(XcompatError, match="'item 0' is given twice"):
-        ids_of(6, make_index("Flat"), [names[0], *names[:-1]])
+    refuses("the lines of --ids cannot be matched to them; remove --ids", ids_of, 5, make_index("IVF8,Flat", ids=shuffled), names)
+    refuses("'item 0' is given twice", ids_of, 6, make_index("Flat"), [names[0], *names[:-1]])
 
 
 DEDUP = r"\(IndexIVFFlatDedup\).* returns no vectors .* build .* 'IVF8,Flat'"
@@ -360,8 +357,7 @@ REFUSED: list[tuple[Callable[[], Any], bool, str]] = [  # an index, whether ids 
 
 @pytest.mark.parametrize(("make", "named", "message"), REFUSED)
 def test_an_index_of_unclear_ids_is_refused(make: Callable[[], Any], named: bool, message: str, tmp_path: Path) -> None:
-    with pytest.raises(XcompatError, match=message):
-        adopt(make(), tmp_path, [str(row) for row in range(ROWS)] if named else None)
+    refuses(message, adopt, make(), tmp_path, [str(row) for row in range(ROWS)] if named else None)
     assert not (tmp_path / "g").exists()
 
 
@@ -407,8 +403,7 @@ def test_lists_on_disk_are_found_beside_their_index(moved: bool, tmp_path: Path,
     hits = Gallery.open(gallery.path).search(unit(ROWS, 0)[:20], OLD, 1, parameters="nprobe=8")
     assert [each[0].id for each in hits] == names[:20]
     (folder / "lists.ivfdata").unlink()
-    with pytest.raises(XcompatError, match=r"lists\.ivfdata"):
-        Gallery.from_faiss(tmp_path / "other", folder / "i.faiss", names, OLD)
+    refuses(r"lists\.ivfdata", Gallery.from_faiss, tmp_path / "other", folder / "i.faiss", names, OLD)
 
 
 @pytest.mark.parametrize("kind", ["IndexBinaryFlat", "IndexBinaryHNSW"])
@@ -455,8 +450,7 @@ def test_vectors_added_under_own_ids_are_taken_over(factory: str, tmp_path: Path
     gallery.commit("remove")
     index.add_with_ids(unit(5, 11), np.arange(5) + 17)
     faiss.write_index(index, str(tmp_path / "i.faiss"))
-    with pytest.raises(XcompatError, match="holds 605 vectors, but the gallery knows 600: "):
-        Gallery.open(gallery.path).search(unit(1, 0), OLD)
+    refuses("holds 605 vectors, but the gallery knows 600: ", Gallery.open(gallery.path).search, unit(1, 0), OLD)
     gallery.resync()
     assert len(gallery) == ROWS + 4
     effort = full_effort(factory)
@@ -506,8 +500,7 @@ def test_another_process_reads_it_and_what_it_finds_is_one_line(tmp_path: Path) 
     path = write_made(tmp_path / "index")
     probing.require_readable(path)
     path.write_bytes(path.read_bytes()[:-100])
-    with refusing(f"{path} is not a readable faiss index: .*; write it again"):
-        probing.require_readable(path)
+    refuses(f"{path} is not a readable faiss index: .*; write it again", probing.require_readable, path)
 
 
 @pytest.mark.usefixtures("another_process")
@@ -524,12 +517,9 @@ def test_broken_processes_are_refusals(script: str, message: str, tmp_path: Path
     monkeypatch.setattr(probing, "_SCRIPT", tmp_path / "script.py")
     monkeypatch.setattr(probing, "SECONDS", 1.0)
     path = write_made(tmp_path / "index")
-    with pytest.raises(XcompatError, match=message):
-        probing.require_readable(path)
-    with pytest.raises(XcompatError, match=message):
-        Gallery.from_faiss(tmp_path / "gallery", path, [f"item {row}" for row in range(ROWS)], OLD)
+    refuses(message, probing.require_readable, path)
+    refuses(message, Gallery.from_faiss, tmp_path / "gallery", path, [f"item {row}" for row in range(ROWS)], OLD)
     assert not (tmp_path / "gallery").exists()
     model = ProcrustesModel(ProcrustesConfig(old=describe_old(OLD, DIM), embedding_dim=DIM))
-    with pytest.raises(XcompatError, match=message):
-        to_faiss(model, path, tmp_path / "out")
+    refuses(message, to_faiss, model, path, tmp_path / "out")
     assert not (tmp_path / "out").exists()

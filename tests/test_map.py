@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import write_embeds
+from conftest import refuses, write_embeds
 from hypothesis import given
 from hypothesis import strategies as st
 from schedule import mostly_nightly
@@ -124,8 +124,7 @@ def test_bare_arrays_are_row_by_row(tmp_path: Path) -> None:
     found = load_paired(tmp_path / "old.npy", tmp_path / "new.npy")
     assert len(found) == len(pairs) and found.labels_N is None
     np.save(tmp_path / "new.npy", pairs.new_ND[1:])
-    with pytest.raises(XcompatError, match="720 rows, but .* 719"):
-        load_paired(tmp_path / "old.npy", tmp_path / "new.npy")
+    refuses("720 rows, but .* 719", load_paired, tmp_path / "old.npy", tmp_path / "new.npy")
 
 
 BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
@@ -144,8 +143,7 @@ BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
 def test_bad_embeddings_are_one_line(what: str, sides: tuple[Path, Path]) -> None:
     damage, said = BAD[what]
     damage(sides[1])
-    with pytest.raises(XcompatError, match=said):
-        load_paired(*sides)
+    refuses(said, load_paired, *sides)
 
 
 @given(st.lists(st.integers(1, 14), min_size=8, max_size=20), st.sampled_from(list(PROTOCOLS)), st.integers(0, 5))
@@ -369,8 +367,7 @@ def test_options_that_need_classes_are_refused_without_them(tmp_path: Path) -> N
     ]:
         assert said in run_map(*files, tmp_path / "out", option, value)[1]
     (both[0] / "labels.txt").write_text("\n".join(map(str, pairs.labels_N)) + "\n")
-    with pytest.raises(XcompatError, match="have classes .* and captions"):
-        load_paired(*both)
+    refuses("have classes .* and captions", load_paired, *both)
 
 
 def test_stored_items_are_remembered_where_that_is_asked_for(tmp_path: Path) -> None:
@@ -430,13 +427,11 @@ def test_one_kind_of_items_alone_is_read_of_both(tmp_path: Path) -> None:
     assert isinstance(found, PairedEmbeddings) and f"{new}: only the images are used" in found.notes[0]
     for name in ("image_embeds.npy", "image_ids.txt"):
         (new / name).unlink()
-    with pytest.raises(XcompatError, match="give embeddings of the same items by both models"):
-        load_paired(old, new)
+    refuses("give embeddings of the same items by both models", load_paired, old, new)
     for name in ("embeds.npy", "ids.txt"):
         (old / f"image_{name}").rename(old / f"text_{name}")
     np.testing.assert_array_equal(load_paired(old, new).together().old_Nd, pairs.old_Nd)
-    with pytest.raises(XcompatError, match="has rows without ids"):
-        load_paired(old / "text_embeds.npy", new)
+    refuses("has rows without ids", load_paired, old / "text_embeds.npy", new)
 
 
 @pytest.mark.parametrize(
@@ -564,16 +559,13 @@ def test_a_map_without_training_embeddings_is_chosen_among_its_kind(sides: tuple
     assert any(trial.candidate.power for trial in transform.trials), "a learned transform holds no embeddings"
     assert all(trial.candidate.kind == trial.candidate.line for trial in none.trials)
     asked = MapRequest(*sides, tmp_path / "out", memory="none", remember_items=True)
-    with pytest.raises(XcompatError, match="--remember-items does not work with --memory none; remove one of them"):
-        asked.require()
+    refuses("--remember-items does not work with --memory none; remove one of them", asked.require)
 
 
 def test_a_refusal_is_said_once_in_the_last_line(tmp_path: Path) -> None:
     pairs = made(new_noise=4)
-    labels = [str(label) for label in pairs.labels_N]
-    done = run_map(write(tmp_path / "old", pairs.old_Nd, labels=labels), write(tmp_path / "new", pairs.new_ND), tmp_path / "out")[
-        0
-    ]
+    old = write(tmp_path / "old", pairs.old_Nd, labels=[str(label) for label in pairs.labels_N])
+    done = run_map(old, write(tmp_path / "new", pairs.new_ND), tmp_path / "out")[0]
     before, last = done.output.rstrip().rsplit("\n", 1)
     assert done.exit_code == 1 and last.startswith("No map was written: no candidate is surely at or above old queries.")
     assert "surely" not in before and "The lowest gain of the best candidate" in before

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from conftest import Run, invoke, refusing, store, write_embeds, write_photos
+from conftest import Run, invoke, refuses, store, write_embeds, write_photos
 from hypothesis import given
 from hypothesis import strategies as st
 from store_places import unit_vectors
@@ -115,8 +115,7 @@ def test_rows_of_any_length_are_used_and_too_many_bad_ones_refused(tmp_path: Pat
     np.testing.assert_allclose(side.embeds_ND, draw(), atol=1e-6)
     assert side.usable_N.all() and "2 of 60 rows" in side.notes[0] and "row 7 ('item 7'): 1e-22" in side.notes[0]
     path = write_parquet(tmp_path, [None if row < 30 else each for row, each in enumerate(draw())])
-    with pytest.raises(XcompatError, match=r"30 of 60 rows .* row 0 \('item 0'\) has no embedding; .* --max-bad-share"):
-        read_sides(path)
+    refuses(r"30 of 60 rows .* row 0 \('item 0'\) has no embedding; .* --max-bad-share", read_sides, path)
     (side,) = read_sides(path, 0.5).values()
     assert side.usable_N.sum() == 30
 
@@ -131,8 +130,7 @@ def test_map_says_what_it_left_out_and_keeps_it_in_the_report(tmp_path: Path) ->
     old[:12] = 0
     np.save(tmp_path / "old.npy", old)
     np.save(tmp_path / "new.npy", draw(1))
-    with pytest.raises(XcompatError, match="--max-bad-share"):
-        run_map(tmp_path)
+    refuses("--max-bad-share", run_map, tmp_path)
     run_map(tmp_path, "--max-bad-share", "0.2")
     report = json.loads((tmp_path / "map" / "report.json").read_text())
     assert report["items"] == 48 and any("12 of 60 rows" in line for line in report["said"])
@@ -207,8 +205,7 @@ def test_python_warns_of_stored_vectors_unlike_the_pairs(tmp_path: Path, caplog:
     assert not caplog.messages
     fit_map(pairs, pairs, gallery=draw_vectors(2, 200, offset=3.0))
     assert any("pairs are unlike the vectors of the gallery" in line for line in caplog.messages)
-    with pytest.raises(XcompatError, match="8 dimensions, and the old embeddings have 16"):
-        fit_map(pairs, pairs, gallery=draw_vectors(2, 200, dim=8))
+    refuses("8 dimensions, and the old embeddings have 16", fit_map, pairs, pairs, gallery=draw_vectors(2, 200, dim=8))
     vectors = np.concatenate([pairs, draw_vectors(2, 900, offset=3.0)])
     for side, count in (("old", 1200), ("new", 300)):
         write_embeds(tmp_path / side, [f"t{row}" for row in range(count)], text=vectors[:count])
@@ -413,10 +410,8 @@ def test_bad_inputs_are_one_line(pairs: PairedEmbeddings, plain: FittedMap) -> N
         (("old.npy", new), "old.npy does not exist"),
         ((faiss.IndexFlatIP(4), new), "IndexFlatIP holds no vectors"),
     ):
-        with refusing(said):
-            fit_map(*sides)
-    with refusing("fitted on embeddings only"):
-        plain.encode_query("a dog")
+        refuses(said, fit_map, *sides)
+    refuses("fitted on embeddings only", plain.encode_query, "a dog")
 
 
 def test_few_items_are_a_guess(pairs: PairedEmbeddings, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

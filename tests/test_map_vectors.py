@@ -14,11 +14,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from conftest import refusing
+from conftest import refuses
 from store_places import unit_vectors
 from test_map import normalised
 
-from xcompat import XcompatError
 from xcompat.embeddings.embed import embed_images
 from xcompat.mapping import PairedEmbeddings, fit_map, load_paired
 from xcompat.mapping.agreement import choose_by_labels_or_agreement
@@ -123,8 +122,7 @@ def test_int8_in_parquet_has_a_column_of_scales(tmp_path: Path) -> None:
         ({"scale": pa.array(IDS)}, "'scale' is string"),
         ({"scale": pa.array(-scale)}, "a scale that is not a positive number"),
     ):
-        with refusing(said):
-            read_vectors(parquet(tmp_path / "b.parquet", whole, kind=kind, **column))
+        refuses(said, read_vectors, parquet(tmp_path / "b.parquet", whole, kind=kind, **column))
 
 
 def test_scales_that_say_nothing_are_one_line(tmp_path: Path) -> None:
@@ -136,8 +134,7 @@ def test_scales_that_say_nothing_are_one_line(tmp_path: Path) -> None:
     ):
         if scale is not None:
             np.save(tmp_path / "a_scale.npy", scale)
-        with refusing(said):
-            read_vectors(tmp_path / "a.npy")
+        refuses(said, read_vectors, tmp_path / "a.npy")
 
 
 BAD: dict[str, tuple[Callable[[Path], Path], str]] = {
@@ -171,8 +168,7 @@ def _written(file: Path, text: str) -> Path:
 @pytest.mark.parametrize("what", BAD)
 def test_what_cannot_be_read_is_one_line(what: str, tmp_path: Path) -> None:
     write, said = BAD[what]
-    with pytest.raises(XcompatError, match=said):
-        read_vectors(write(tmp_path))
+    refuses(said, read_vectors, write(tmp_path))
 
 
 UNUSABLE: dict[str, tuple[Callable[[Path], Path], str]] = {
@@ -187,8 +183,7 @@ UNUSABLE: dict[str, tuple[Callable[[Path], Path], str]] = {
 @pytest.mark.parametrize("what", UNUSABLE)
 def test_sides_that_do_not_fit_are_one_line(what: str, tmp_path: Path) -> None:
     write, said = UNUSABLE[what]
-    with pytest.raises(XcompatError, match=said):
-        load_paired(parquet(tmp_path / "old.parquet", made()), write(tmp_path))
+    refuses(said, load_paired, parquet(tmp_path / "old.parquet", made()), write(tmp_path))
 
 
 def test_an_evaluation_reads_tables_in_place_of_arrays(tmp_path: Path) -> None:
@@ -196,8 +191,7 @@ def test_an_evaluation_reads_tables_in_place_of_arrays(tmp_path: Path) -> None:
     parquet(tmp_path / "image_embeds" / "part-0.parquet", made()[:9], IDS[:9])
     json_lines(tmp_path / "image_embeds" / "part-1.jsonl.gz", made()[9:], IDS[9:])
     np.save(tmp_path / "text_embeds.npy", made(1))
-    with pytest.raises(XcompatError, match=r"lacks text_ids.txt"):
-        load_embedding_folder(tmp_path)
+    refuses(r"lacks text_ids.txt", load_embedding_folder, tmp_path)
     (tmp_path / "text_ids.txt").write_text("\n".join(IDS))
     found = load_embedding_folder(tmp_path)
     assert found.image_ids == found.text_ids == IDS
@@ -208,12 +202,10 @@ def test_of_two_files_for_one_kind_neither_is_taken(tmp_path: Path) -> None:
     np.save(tmp_path / "image_embeds.npy", made())
     assert stored_at(tmp_path / "image_embeds") == tmp_path / "image_embeds.npy"
     parquet(tmp_path / "image_embeds.parquet", made())
-    with pytest.raises(XcompatError, match=r"holds image_embeds.npy and image_embeds.parquet; keep one and delete the others"):
-        read_sides(tmp_path)
+    refuses(r"holds image_embeds.npy and image_embeds.parquet; keep one and delete the others", read_sides, tmp_path)
     (tmp_path / "image_embeds.npy").unlink()
     shards(tmp_path / "image_embeds", made())
-    with pytest.raises(XcompatError, match=r"holds image_embeds.parquet and image_embeds; keep"):
-        stored_at(tmp_path / "image_embeds")
+    refuses(r"holds image_embeds.parquet and image_embeds; keep", stored_at, tmp_path / "image_embeds")
 
 
 def test_a_lost_model_is_known_by_a_table_without_bad_rows(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from conftest import refuses
 from safetensors.torch import load_file, save_file
 from schedule import mostly_nightly_rows
 from store_places import unit_vectors as unit
@@ -187,8 +188,7 @@ INDEXED = {"entries": 3, "sharpness": 20.0, "share": 0.5, "codec": "SQ8", "first
     ],
 )
 def test_settings_that_are_none_are_refused(settings: Any, said: str) -> None:
-    with pytest.raises(XcompatError, match=said):
-        wearing("procrustes", memory=settings)
+    refuses(said, wearing, "procrustes", memory=settings)
 
 
 def test_a_memory_that_does_not_fit_is_refused(image_folder_of: dict[str, str], tmp_path: Path) -> None:
@@ -200,20 +200,15 @@ def test_a_memory_that_does_not_fit_is_refused(image_folder_of: dict[str, str], 
         wearing("ridge").remember(QueryMemory(OLD, NEW, 3))
     new, labels = clustered(1, 6, NEW, 0)
     statistics = ClassStatistics.compute(new, labels, 1)
-    with pytest.raises(XcompatError, match="two classes"):
-        ClassMemoryContents.compute(statistics, statistics, new, labels)
-    with pytest.raises(XcompatError, match="none is readable"):
-        ClassStatistics.compute(np.full((3, NEW), np.nan, np.float32), np.zeros(3, np.int64), 1)
+    refuses("two classes", ClassMemoryContents.compute, statistics, statistics, new, labels)
+    refuses("none is readable", ClassStatistics.compute, np.full((3, NEW), np.nan, np.float32), np.zeros(3, np.int64), 1)
     single = ClassStatistics.compute(np.eye(4, dtype=np.float32), np.arange(4), 4)
-    with pytest.raises(XcompatError, match="different embeddings within classes"):
-        LearnedTransform.solve(single.mean_d, single.within_dd, 0.25, 0.3)
-    with pytest.raises(XcompatError, match="needs at least 256 entries, not 100"):
-        holding("PQ8", KEYS[:100])
+    refuses("different embeddings within classes", LearnedTransform.solve, single.mean_d, single.within_dd, 0.25, 0.3)
+    refuses("needs at least 256 entries, not 100", holding, "PQ8", KEYS[:100])
     old = describe_old(Fingerprint.from_string("old"), dim=VALUE_DIM)
     model = METHODS["ridge"].from_encoder(image_folder_of["timm_wrapper"], old=old)
     model.remember(holding(keys=unit(50, model.config.embedding_dim, 0)))
-    with pytest.raises(XcompatError, match="cannot be exported: make the map with --memory-codec"):
-        to_onnx(model, tmp_path / "out")
+    refuses("cannot be exported: make the map with --memory-codec", to_onnx, model, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -343,8 +338,7 @@ def test_damaged_codes_are_refused_before_faiss_sees_them(what: str, tmp_path: P
     damaged = {f"{inside}{name}": tensor.contiguous() for name, tensor in tensors.items()}
     save_file(load_file(weights) | damaged, weights, {"format": "pt"})
     (tmp_path / "model" / CHECKSUMS).unlink()
-    with pytest.raises(XcompatError, match=r"is damaged: lists and codes|cannot load"):
-        AutoModel.from_pretrained(tmp_path / "model")
+    refuses(r"is damaged: lists and codes|cannot load", AutoModel.from_pretrained, tmp_path / "model")
 
 
 @pytest.mark.parametrize("what", [name for name in DAMAGE if "kind" in name or "list" in name or "overflow" in name])
@@ -354,8 +348,7 @@ def test_damage_in_memory_is_refused_too(what: str) -> None:
     DAMAGE[what](tensors)
     for name, tensor in tensors.items():
         memory.get_submodule(name.rpartition(".")[0])._buffers[name.rpartition(".")[2]] = tensor
-    with pytest.raises(XcompatError, match="is damaged: lists and codes"):
-        memory.recall(QUERIES)
+    refuses("is damaged: lists and codes", memory.recall, QUERIES)
 
 
 def captioned(groups: int = 60) -> tuple[Any, Any, Any]:

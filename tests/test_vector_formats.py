@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from conftest import refusing
+from conftest import refuses
 from safetensors.numpy import save_file
 
 from xcompat.core.errors import XcompatError
@@ -173,8 +173,7 @@ def test_columns_and_names_within_fields_can_be_chosen(tmp_path: Path) -> None:
     assert column_names(tmp_path / "a.parquet") == ["id", "sku", "image", "embedding"]
     points = _points(lambda row: {"text": row[::-1], "image": row})
     dump = _json(tmp_path, {"result": {"points": points}})
-    with pytest.raises(XcompatError, match=r"item 0 has several vectors \(text, image\); choose one with --vector-name"):
-        read_vectors(dump)
+    refuses(r"item 0 has several vectors \(text, image\); choose one with --vector-name", read_vectors, dump)
     assert np.array_equal(read_vectors(dump, Columns(vector="image")).rows_ND, ROWS)
     for number, (point, name) in enumerate(zip(points, IDS, strict=True)):
         point |= {"id": number, "payload": {"sku": name}}
@@ -206,8 +205,7 @@ def test_files_without_ids_take_them_from_a_file(tmp_path: Path) -> None:
         assert read_vectors(path, Columns(needs_ids=False)).ids is None, path
         found = read_place(path, Reading(tmp_path / "ids.txt"))
         assert found.ids == IDS and np.allclose(found.rows_ND, ROWS), path
-        with pytest.raises(XcompatError, match=f"short.txt has 1 lines, but .*{path.name} has 5 rows"):
-            read_place(path, Reading(tmp_path / "short.txt"))
+        refuses(f"short.txt has 1 lines, but .*{path.name} has 5 rows", read_place, path, Reading(tmp_path / "short.txt"))
 
 
 def test_items_may_lack_embeddings_but_not_ids(tmp_path: Path) -> None:
@@ -217,8 +215,7 @@ def test_items_may_lack_embeddings_but_not_ids(tmp_path: Path) -> None:
     (tmp_path / "saved").mkdir()
     pq.write_table(pa.table({"id": IDS, "vector": list(ROWS)}), tmp_path / "saved" / "a.parquet")
     pq.write_table(pa.table({"vector": list(ROWS)}), tmp_path / "saved" / "b.parquet")
-    with pytest.raises(XcompatError, match="only 5 of 10 rows from .*a.parquet on have an id"):
-        read_vectors(tmp_path / "saved", Columns(needs_ids=False))
+    refuses("only 5 of 10 rows from .*a.parquet on have an id", read_vectors, tmp_path / "saved", Columns(needs_ids=False))
     lines = [*_batch(), {"custom_id": "f", "response": None, "error": {"code": "429"}}]
     found = read_vectors(_lines(tmp_path, lines))
     assert found.ids == [*IDS, "f"] and np.isnan(found.rows_ND[5]).all() and np.isfinite(found.rows_ND[:5]).all()
@@ -228,8 +225,7 @@ def test_other_ids_and_misspelt_names_are_refused(tmp_path: Path) -> None:
     for name in FORMATS:
         (tmp_path / name).mkdir()
         path = write_format(name, tmp_path / name)
-        with pytest.raises(XcompatError, match="has ids of its own; remove --ids"):
-            read_place(path, Reading(tmp_path / "ids.txt"))
+        refuses("has ids of its own; remove --ids", read_place, path, Reading(tmp_path / "ids.txt"))
         known = choosable_names(path)
         for option, columns in (("--id-column", Columns(known[0] + "x")), ("--vector-name", Columns(vector=known[0] + "x"))):
             with pytest.raises(XcompatError, match=f"{option} {known[0]}x: no such name in .*; did you mean '{known[0]}'"):
@@ -274,5 +270,4 @@ WRONG: dict[str, tuple[Write, str]] = {
 @pytest.mark.parametrize("name", WRONG)
 def test_unreadable_files_are_explained_in_one_line(name: str, tmp_path: Path) -> None:
     write, said = WRONG[name]
-    with refusing(said):
-        read_vectors(write(tmp_path))
+    refuses(said, read_vectors, write(tmp_path))
