@@ -1,10 +1,13 @@
-"""Mistakes are told at once: each is one line, and before torch, transformers, faiss or a store's client are imported."""
+"""Mistakes are told at once, in one line: before torch, faiss or a store's client is imported, or before a model is loaded."""
 
 from __future__ import annotations
 
 import json
+import socket
+import sqlite3
 import subprocess
 import sys
+from contextlib import closing
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -12,12 +15,15 @@ from typing import Any, get_type_hints
 import numpy as np
 import pytest
 import yaml
+from conftest import Run, refuses, store, write_embeds, write_photos
 from pydantic import ValidationError
+from test_index_gallery import write_index
 
-from xcompat import cli
-from xcompat.core.errors import XcompatError, require_no_problems
+from xcompat import Fingerprint, cli
+from xcompat.core.errors import require_no_problems
 from xcompat.encoders.scratch import QUICK
 from xcompat.methods import METHODS
+from xcompat.retrieval import Gallery
 from xcompat.retrieval.manifest import CURRENT
 from xcompat.training.preflight import check_trackers
 from xcompat.training.stage_recipe import StageRecipe, declared_options, usual_options
@@ -160,6 +166,62 @@ MISTAKES = {
     "migrate rollback nowhere": "nowhere is not a kind of store",
 }
 """What is typed -> what is said."""
+INDEX = "--old index.faiss --new enc --images photos"
+DUMP = "--old dump.json --new enc --images photos"
+NO_ITEMS = "empty: no shards"
+BEFORE_LOADING = {
+    f"map {INDEX} --ids short.txt": "index.faiss holds 4 vectors, but there are 2 ids; list an id per vector, in order",
+    f"map {INDEX} --ids other.txt": "index.faiss and photos share no id ('x0', '00.png'); use the same ids in both",
+    "gallery build ./gone/photos --model enc": "gone/photos does not exist; there is no gone in",
+    "gallery add gallery ./gone/photos --model enc": "gone/photos does not exist; there is no gone in",
+    "gallery upgrade gallery --model enc --backfill ./gone/photos": "gone/photos does not exist; there is no gone in",
+    "gallery doctor gallery --model enc --images ./gone/photos": "gone/photos does not exist; there is no gone in",
+    "map --old index.faiss --new enc --images ./gone/photos": "gone/photos does not exist; there is no gone in",
+    "map --old index.faiss --new enc --texts ./gone/texts": "gone/texts does not exist; there is no gone in",
+    "serve gallery --model enc --images ./gone/photos": "gone/photos does not exist; there is no gone in",
+    "gallery search gallery me --model enc --rerank --originals ./gone/photos": "gone/photos does not exist; there is no gone in",
+    "embed ./gone/photos --model enc --out new": "./gone/photos does not exist; there is no gone in",
+    f"map {DUMP} --vector-name title_vector --ids ids.txt": "dump.json has ids of its own; remove --ids",
+    f"map {DUMP} --ids nowhere.txt": "--ids nowhere.txt does not exist",
+    f"map {DUMP} --id-column skuu": "--id-column skuu: no such name in dump.json; did you mean 'sku'?",
+    f"map {DUMP} --vector-name title_vectr": "--vector-name title_vectr: no such name in dump.json; did you mean 'title_vector'?",
+    f"map {DUMP}": "dump.json holds no embeddings; choose title_vector with --vector-name",
+    "map --old bare --new bare --ids ids.txt": "bare has ids of its own; remove --ids",
+    "map --old gallery --new bare --ids ids.txt": "gallery has ids of its own; remove --ids",
+    f"map {INDEX} --ids ids.txt --labels few.txt": "few.txt has 2 classes, but index.faiss has 4 items",
+    f"map {INDEX} --ids ids.txt --labels short.txt": "short.txt lists images without classes; write the class after each path",
+    f"map {INDEX} --ids ids.txt --searched-classes open": "--searched-classes open needs classes; add them with --labels",
+    f"map {INDEX} --ids ids.txt --memory-codec SQ8": "--memory-codec needs a memory; add classes or captions",
+    f"map {INDEX} --ids ids.txt --new-model enc": "--new-model enc: --new is already a model; remove --new-model",
+    f"map {INDEX} --ids ids.txt --out taken": "taken/note.txt was not made by `xcompat map`",
+    "map --old index.faiss --new enc --images empty": NO_ITEMS,
+    "embed photos --model enc --out taken": "taken/note.txt was not made by `xcompat embed`",
+    "embed empty --model enc --out new": "empty",
+    "gallery build photos --model enc --out taken": "taken is not empty (it holds note.txt); choose another folder",
+    "gallery build photos --model enc --out gallery --index HNSW8": "was made with index Flat, not HNSW8; remove --index",
+    "gallery build photos --model enc --index HNSW8,foo": "--index HNSW8,foo is not a faiss factory string",
+    "gallery build empty --model enc": NO_ITEMS,
+    "gallery add gallery empty --model enc": NO_ITEMS,
+    "gallery upgrade gallery --model enc --backfill empty": NO_ITEMS,
+    "gallery doctor gallery --model enc --images empty": NO_ITEMS,
+    "gallery search index.faiss shoe --model own --ids short.txt": "index.faiss holds 4 vectors, but there are 2 ids",
+    "gallery search gallery shoe --model own --rerank 5 --originals empty": NO_ITEMS,
+    "evaluate --old bare --new short.txt --map own": "short.txt is not a file of embeddings; use a faiss index, a gallery",
+    "serve index.faiss --model own --ids short.txt": "index.faiss holds 4 vectors, but there are 2 ids",
+    "serve index.faiss --model own --images photos --ids short.txt": "index.faiss holds 4 vectors, but there are 2 ids",
+    "serve gallery --model own --port PORT": "cannot listen at 127.0.0.1:",
+    "shadow gallery --queries nothing.txt --old enc --model own": "nothing.txt contains no text",
+    "shadow gallery --queries ids.txt --old enc --model own --rerank 3 --originals empty": NO_ITEMS,
+    "plan empty --items 9 --queries-per-day 9": "empty",
+    "export faiss nowhere.faiss --model own --out new.faiss": "the faiss index nowhere.faiss does not exist",
+    "export faiss index.faiss --model own --out taken": "taken/note.txt was not made by `xcompat export faiss`",
+    "export onnx own --out taken": "taken/note.txt was not made by `xcompat export onnx`",
+    "export sentence-transformers own --out taken": "taken/note.txt was not made by `xcompat export sentence-transformers`",
+    "migrate plan sqlite:///PLACE/shop.db?table=itmes --model own": "itmes",
+    "migrate start sqlite:///PLACE/shop.db?table=itmes --model own": "itmes",
+    "migrate verify sqlite:///PLACE/shop.db?table=itmes --model own": "itmes",
+}
+"""What is typed -> what is said before a model is loaded: those here have no weights."""
 REFUSED_BY_TYPER = (
     "train",
     "map --old images",
@@ -176,7 +238,7 @@ REFUSED_BY_TYPER = (
 TYPED = """
 import contextlib, functools, io, json, sys
 import typer.main
-from xcompat import cli
+from xcompat import Fingerprint, cli
 
 typer.main.get_command = functools.cache(typer.main.get_command)  # it builds every command in a tenth of a second
 told = []
@@ -202,9 +264,20 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, kind in (("enc", "clip"), ("own", "xcompat-ridge")):
         (folder / name).mkdir()
         (folder / name / "config.json").write_text(json.dumps({"model_type": kind}))
-    (folder / "images").mkdir()
-    np.save(folder / "images" / "image_embeds.npy", np.eye(2, dtype=np.float32))
-    (folder / "images" / "image_ids.txt").write_text("a\nb\n")
+    eye, ids = np.eye(4, dtype=np.float32), [f"{number:02}.png" for number in range(4)]
+    write_embeds(folder / "images", "ab", image=eye[:2])
+    write_embeds(folder / "bare", ids, image=eye)
+    write_photos(folder / "photos", 4)
+    write_index(folder / "index.faiss", eye)
+    store(Gallery.create(folder / "gallery", Fingerprint.from_string("old"), dim=4), eye, ids).close()
+    sqlite3.connect(folder / "shop.db").close()
+    hits = [{"_id": name, "_source": {"sku": "s", "title_vector": [number, 1.0]}} for number, name in enumerate(ids)]
+    (folder / "dump.json").write_text(json.dumps({"hits": {"hits": hits}}))
+    (folder / "taken").mkdir()
+    (folder / "taken" / "note.txt").write_text("mine")
+    others = {"ids": ids, "other": ["x0", "x1", "x2", "x3"], "short": ids[:2], "few": ["hat", "cup"], "nothing": []}
+    for name, lines in others.items():
+        (folder / f"{name}.txt").write_text("".join(f"{line}\n" for line in lines))
     (folder / "texts.txt").write_text("a\nb\n")
     (folder / "ran" / "report").mkdir(parents=True)
     (folder / "ended").mkdir()
@@ -261,8 +334,7 @@ def test_several_mistakes_are_a_line_each(monkeypatch: pytest.MonkeyPatch, capsy
 def test_a_tracker_that_is_not_installed_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = StageRecipe(name="pair", method="xbt", training={"report_to": ["trackio", "wandb"]})
     monkeypatch.setattr("xcompat.training.preflight.find_spec", lambda name: None if name == "wandb" else name)
-    with pytest.raises(XcompatError, match="pair: training.report_to: wandb is not installed; run `pip install wandb`"):
-        check_trackers(settings)
+    refuses("pair: training.report_to: wandb is not installed; run `pip install wandb`", check_trackers, settings)
     check_trackers(settings.model_copy(update={"method": "ridge"}))  # is solved, and tracks nothing
 
 
@@ -278,3 +350,19 @@ def test_a_mistake_is_one_line_before_anything_large_is_imported(place: Path) ->
         else:
             assert "Error" in said, (line, said)
     assert sorted(path.name for path in place.rglob("*")) == there, "nothing is written"
+
+
+@pytest.mark.parametrize("line", BEFORE_LOADING)
+def test_mistakes_are_found_before_a_model_is_loaded(
+    line: str, place: Path, run_xcompat: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(place)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("datasets.load_dataset", lambda *_, **__: pytest.fail("the Hub is asked"))
+    monkeypatch.setattr("xcompat.encoders.load_encoder", lambda *_, **__: pytest.fail("a model is loaded"))
+    with closing(socket.create_server(("127.0.0.1", 0))) as other:
+        typed = line.replace("PLACE", str(place)).replace("PORT", str(other.getsockname()[1]))
+        code, _, err = run_xcompat(*typed.split())
+    said = err.splitlines()[-1]
+    assert code == 2 and said.startswith("xcompat: ") and BEFORE_LOADING[line] in said, err
+    assert not any((place / name).exists() for name in ("new", "new.faiss", "runs", "gallery_new")), "nothing is written"

@@ -16,7 +16,7 @@ import pytest
 import torch
 import webdataset as wds
 import yaml
-from conftest import Run, recipe_of, write_embeds
+from conftest import Run, recipe_of, refuses, write_embeds
 
 from xcompat.core.errors import XcompatError
 from xcompat.data.cache import cache_folder
@@ -130,11 +130,9 @@ def test_stages_and_prompts_may_hold_any_text(tmp_path: Path, name: str) -> None
         (["stages.7.name=x"], "unknown stage 7; stages are numbered from 0 to 1, and named phi, pair"),
         (["stages.0.method.x=1"], "stages.0.method.x: stages.0.method is not a mapping; set"),
         (["stages.0=x"], "stages.0: stages is not a mapping; set stages as a whole"),
-        (["nonsense"], "invalid override 'nonsense'; write key=value"),
         (["options.noise_std=1"], "stage 0 .phi. sets options.noise_std itself: override stages.phi.options.noise_std"),
         (["stages.1.old=own/model", "old={name: x}", "old.name=y"], "stage 1 .pair. sets old itself: override stages.pair.old"),
         *(([f"data={value}"], "the value is not valid YAML") for value in ("{", "1" * 5000, "[" * 1000, "&a [*a]")),
-        (["training.max_steps=-5"], "training.max_steps: -5 trains nothing"),
         (["training.num_train_epochs=0", "training.max_steps=-1"], "num_train_epochs: 0 trains nothing; set more than 0"),
         (["training.log_level=loud"], "training.log_level: Input should be '.*', .* or '.*found 'loud'"),
         (["training.warmup_steps='3'"], "training.warmup_steps: Input should be a finite number, without quotes .found '3'"),
@@ -262,16 +260,13 @@ def laughs(levels: int, item: str) -> str:
         ("name: " + "1" * 100_000 + "x\nmethod: [", "not valid YAML"),
         ("name: 2026-13-01", "month must be in 1..12"),
         ("# " + "x" * 2**20, "more than the limit of 1,048,576"),
-        ("a: [", "not valid YAML"),
         ("just words", "must contain keys and values"),
         ("!!python/object:os.system {}", "not valid YAML"),
     ],
     ids=lambda value: value[:20],
 )
 def test_what_is_no_recipe_or_beyond_limits_is_one_line(text: str, message: str, tmp_path: Path) -> None:
-    with pytest.raises(XcompatError, match=message) as raised:
-        load(tmp_path, text)
-    assert "\n" not in str(raised.value) and len(str(raised.value)) < 600
+    assert len(refuses(message, load, tmp_path, text)) < 600
 
 
 DATA = {"texts": [{"path": "some/texts"}], "test": {"path": "some/pairs"}}
@@ -294,8 +289,7 @@ def test_every_missing_path_is_listed_and_the_rest_is_checked(tmp_path: Path, ca
     assert "demo runs from end to end on stand-ins; before training, provide the 5 paths listed above" in printed
     options, data = {"adapters": {"lora": {"targets": ["c_fc"]}}}, {"pairs": {"path": "some/pairs"}}
     recipe = recipe_on_stand_ins(tmp_path, method="direct", old="./no/such/model", options=options, data=data)
-    with pytest.raises(XcompatError, match="match no linear layer"):
-        dry_run_recipe(recipe)
+    refuses("match no linear layer", dry_run_recipe, recipe)
     judged = {"queries": {"path": "queries.jsonl"}, "passages": {"path": "passages.jsonl"}, "qrels": "qrels.tsv"}
     assert (
         len(dry_run_recipe(recipe_on_stand_ins(tmp_path, data={"texts": [{"path": "some/texts"}], "judged_texts": judged}))) == 3
@@ -330,8 +324,7 @@ def test_exit_codes_of_missing_data(verb: str, tmp_path: Path, run_xcompat: Run,
     code, _, error = run_xcompat(verb, recipe, "data.texts.0.text_column=body", "--dry-run")
     assert code == 2 and error.startswith("xcompat: ridge: data.texts.0: texts.txt is plain text"), error
     assert sorted(path.name for path in tmp_path.iterdir()) == ["demo.yaml", "texts.txt"], "nothing is written"
-    with pytest.raises(XcompatError, match="has no stage to compare"):
-        dry_run_comparison(recipe_on_stand_ins(tmp_path, evaluation=None))
+    refuses("has no stage to compare", dry_run_comparison, recipe_on_stand_ins(tmp_path, evaluation=None))
 
 
 @pytest.fixture
@@ -382,8 +375,7 @@ def test_a_column_that_does_not_exist_is_refused(form: str, key: str) -> None:
         check_columns({"texts": [], key: named} | ({"queries": right} if key == "gallery" else {}))
 
     check(right)
-    with pytest.raises(XcompatError, match=rf"it: data\.{key}: .*(nowhere|no sample)"):
-        check(right | {column: "nowhere"})
+    refuses(rf"it: data\.{key}: .*(nowhere|no sample)", check, right | {column: "nowhere"})
 
 
 def texts(column: str, path: str = "texts.jsonl") -> dict[str, str]:
@@ -405,8 +397,7 @@ ASK, BODY = {"path": "texts.jsonl", "query_column": "ask"}, {"passages": texts("
 )
 def test_missing_columns_of_texts_are_refused(right: dict[str, Any], wrong: dict[str, Any]) -> None:
     check_columns(right)
-    with pytest.raises(XcompatError, match=r"it: data\.\w+(\.0)?: .*column"):
-        check_columns(wrong)
+    refuses(r"it: data\.\w+(\.0)?: .*column", check_columns, wrong)
 
 
 @pytest.mark.usefixtures("forms")
@@ -415,8 +406,7 @@ def test_a_dry_run_checks_columns_and_leaves_no_cache(tmp_path: Path) -> None:
     data: dict[str, Any] = {"texts": [texts("body")], "test": {"path": "folder", "caption_column": "title"}}
     assert dry_run_recipe(recipe_on_stand_ins(tmp_path, data=data)) == []
     data["test"]["caption_column"] = "caption"
-    with pytest.raises(XcompatError, match=r"ridge: data\.test: .* has no column 'caption'"):
-        dry_run_recipe(recipe_on_stand_ins(tmp_path, data=data))
+    refuses(r"ridge: data\.test: .* has no column 'caption'", dry_run_recipe, recipe_on_stand_ins(tmp_path, data=data))
     assert sorted(cache_folder().iterdir()) == before
 
 
@@ -457,12 +447,10 @@ def test_options_fit_real_dimensions_not_those_of_stand_ins(tmp_path: Path) -> N
         weights.unlink()
     fits = classes_of(method="mixbct", old=old, new=new, options={"dim": 256})
     assert dry_run_recipe(recipe_on_stand_ins(tmp_path, **fits)) == []
-    with pytest.raises(XcompatError, match="256"):
-        dry_run_recipe(recipe_on_stand_ins(tmp_path, **{**fits, "options": {"dim": 128}}))
+    refuses("256", dry_run_recipe, recipe_on_stand_ins(tmp_path, **{**fits, "options": {"dim": 128}}))
     folder = write_embeds(tmp_path / "stored", map(str, range(20)), image=np.eye(48, dtype=np.float32)[:20])
     changes = classes_of(method="bct", old=str(folder), options={"dim": 40}, evaluation=None)
-    with pytest.raises(XcompatError, match="48"):
-        dry_run_recipe(recipe_on_stand_ins(tmp_path, **changes))
+    refuses("48", dry_run_recipe, recipe_on_stand_ins(tmp_path, **changes))
     assert dry_run_recipe(recipe_on_stand_ins(tmp_path, **{**changes, "options": {"dim": 48}})) == []
     changes |= {"method": "mixbct", "old": {"name": "some/old", "model_type": "resnet"}, "options": {"dim": 256}}
     assert dry_run_recipe(recipe_on_stand_ins(tmp_path, **changes)) == []
@@ -482,5 +470,4 @@ def test_searches_are_short_but_still_checked(tmp_path: Path, monkeypatch: pytes
         monkeypatch.setattr(METHODS[method], solve, stop)
         with pytest.raises(RuntimeError, match=f"^{solved}$"):
             dry_run_recipe(recipe_on_stand_ins(tmp_path, method=method, options=options))
-        with pytest.raises(XcompatError, match=next(iter(wrong))):
-            dry_run_recipe(recipe_on_stand_ins(tmp_path, method=method, options=wrong))
+        refuses(next(iter(wrong)), dry_run_recipe, recipe_on_stand_ins(tmp_path, method=method, options=wrong))
