@@ -13,7 +13,7 @@ import pandas as pd
 import pytest
 import torch
 import yaml
-from conftest import UNTRAINED, recipe_of, store, write_embeds
+from conftest import UNTRAINED, recipe_of, refuses, store, write_embeds
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
@@ -326,8 +326,7 @@ def test_impossible_stages_are_refused(
         (without_features, "has no penultimate features.*set options.input to embedding"),
         ({"method": "query_map", "new": left}, "contains embeddings, not a model; set new to a model"),
     ):
-        with pytest.raises(XcompatError, match=message):
-            run_recipe(recipe_of(trained, output_dir=str(tmp_path / "run"), **changes))
+        refuses(message, run_recipe, recipe_of(trained, output_dir=str(tmp_path / "run"), **changes))
         assert not (tmp_path / "run" / "checkpoints").exists()
         shutil.rmtree(tmp_path / "run", ignore_errors=True)
 
@@ -346,8 +345,7 @@ def test_a_later_stage_is_checked_before_training(trained: dict[str, Any], folde
         ({"method": "nccl", "options": {"dim": 8}, "old": "stage:wider"}, "at least the 12 dimensions .* give 8; increase them"),
     ):
         last = {"name": "last", "method": "bct", "old": "stage:plain", **changes}
-        with pytest.raises(XcompatError, match=message):
-            run_recipe(recipe_of(trained, stages=[first, wider, last], output_dir=str(tmp_path / "run")))
+        refuses(message, run_recipe, recipe_of(trained, stages=[first, wider, last], output_dir=str(tmp_path / "run")))
         assert not (tmp_path / "run").exists()
 
 
@@ -426,8 +424,7 @@ def test_bad_rows_are_refused(trained: dict[str, Any], tmp_path: Path) -> None:
         (np.ones((2, 8)), ["a", "a"], "image_ids.txt: 'a' is on two lines"),
     ):
         write_embeds(tmp_path / "left", lines, image=rows)
-        with pytest.raises(XcompatError, match=message):
-            run_recipe(recipe_for("l2", trained, tmp_path / "run", old=str(tmp_path / "left")))
+        refuses(message, run_recipe, recipe_for("l2", trained, tmp_path / "run", old=str(tmp_path / "left")))
         assert not (tmp_path / "run" / "checkpoints").exists()
 
 

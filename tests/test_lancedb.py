@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from conftest import Run
+from conftest import Run, refuses
 from lancedb.index import BTree, HnswSq, IvfPq
 from store_places import OLD, LancePlace, fixed_size, map_of_galleries
 
@@ -56,8 +56,7 @@ def test_an_address_that_names_nothing_usable_is_refused(tmp_path: Path, vectors
         (f"lancedb://{tmp_path}?table=odd&colum=half", "has no option 'colum'; did you mean 'column'"),
         ("lancedb+db://cloud?table=odd&api_key=secret", "lancedb[+]db://cloud[?]table=odd: LanceDB Cloud cannot"),
     ]:
-        with pytest.raises(XcompatError, match=said.replace("?", "[?]").replace("[[?]]", "[?]")):
-            xcompat.stores.open(uri)
+        refuses(said.replace("?", "[?]").replace("[[?]]", "[?]"), xcompat.stores.open, uri)
     assert not (tmp_path / "none").exists()
 
 
@@ -232,8 +231,7 @@ def test_killed_records_stop_nobody(place: LancePlace, mapping: Mapping, monkeyp
     if begun:
         manifest.unlink()
     store = place.open()
-    with pytest.raises(XcompatError, match="has no migration"):
-        migration.finish(store)
+    refuses("has no migration", migration.finish, store)
     assert place.database.list_tables().tables == ["items"] and store.spaces().keys() == {"embedding"}
 
 
@@ -255,8 +253,7 @@ def test_an_object_store_is_claimed_by_a_lease(place: LancePlace, mapping: Mappi
 
 
 def test_a_condition_that_is_wrong_is_told_in_one_line(place: LancePlace) -> None:
-    with pytest.raises(XcompatError, match="table=items: .*No field named prize"):
-        place.open().search(np.ones((1, OLD_DIM)), filter="prize < 3")
+    refuses("table=items: .*No field named prize", place.open().search, np.ones((1, OLD_DIM)), filter="prize < 3")
 
 
 def test_a_map_is_fitted_to_a_database(place: LancePlace, vectors: np.ndarray, tmp_path: Path, run_xcompat: Run) -> None:

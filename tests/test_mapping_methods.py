@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from conftest import UNTRAINED, recipe_of, unit, write_embeds
+from conftest import UNTRAINED, recipe_of, refuses, unit, write_embeds
 from data_layouts.images import write_classes
 from hypothesis import given
 from hypothesis import strategies as st
@@ -23,7 +23,7 @@ from torch.distributions import Categorical, kl_divergence
 from torch.nn import functional as F
 from transformers import AutoModel
 
-from xcompat import Fingerprint, FingerprintMismatchError, XcompatError
+from xcompat import Fingerprint, FingerprintMismatchError
 from xcompat.data import Augmentation, LabelledSource, PairCollator, load_labelled
 from xcompat.data.schema import IMAGE, SEED
 from xcompat.evaluation import EmbeddedImages, EvaluatedModels, cmc, linear_cka
@@ -94,8 +94,7 @@ def test_a_closed_form_maps_galleries_as_it_maps_queries_with_both_spaces_exchan
     forward = build(method, direction="old_to_new").fit([(new, old)])
     exchanged = build(method, old=OLD | {"dim": 7}, embedding_dim=6, direction="new_to_old").fit([(old, new)])
     torch.testing.assert_close(forward.upgrade(old), exchanged.to_space(old))
-    with pytest.raises(XcompatError, match="maps galleries: upgrade the stored embeddings instead"):
-        forward.to_space(new)
+    refuses("maps galleries: upgrade the stored embeddings instead", forward.to_space, new)
     assert torch.equal(exchanged.upgrade(new), new), "galleries stay"
 
 
@@ -391,8 +390,7 @@ def test_lce_loss_is_centres_and_boundaries(direction: str) -> None:
 
 def test_classes_of_the_old_model_are_required_and_others_not_read() -> None:
     for model in (build("rbt"), build("lce")):
-        with pytest.raises(XcompatError, match="is not prepared; call prepare"):
-            model(**batch())
+        refuses("is not prepared; call prepare", model, **batch())
     model.prepare(*knowledge())
     loss = model(**batch() | {"labels": torch.full((8,), 1)}).loss
     loss.backward()
@@ -418,16 +416,11 @@ def test_a_gallery_upgraded_in_a_stream_is_that_of_one_batch(side_info: dict[str
 def test_side_information_is_required_by_name() -> None:
     model = build("fct", side_info=SIDE).eval()
     assert model.columns == ("new_embeds", "old_embeds", "side_info")
-    with pytest.raises(XcompatError, match="pass side_info of the same items, made by seen otherwise"):
-        model.upgrade(unit(3, 6))
-    with pytest.raises(XcompatError, match="needs the column side_info"):
-        model(old_embeds=unit(3, 6), new_embeds=unit(3, 7))
-    with pytest.raises(XcompatError, match="trained without side-information: remove side_info"):
-        build("fct").upgrade(unit(3, 6), unit(3, 5))
-    with pytest.raises(XcompatError, match="set side_info too"):
-        build("fct", new_side_info=NEW_SIDE)
-    with pytest.raises(XcompatError, match="does not map side-information"):
-        model.upgrade_side(unit(3, 6), unit(3, 5))
+    refuses("pass side_info of the same items, made by seen otherwise", model.upgrade, unit(3, 6))
+    refuses("needs the column side_info", model, old_embeds=unit(3, 6), new_embeds=unit(3, 7))
+    refuses("trained without side-information: remove side_info", build("fct").upgrade, unit(3, 6), unit(3, 5))
+    refuses("set side_info too", build, "fct", new_side_info=NEW_SIDE)
+    refuses("does not map side-information", model.upgrade_side, unit(3, 6), unit(3, 5))
 
 
 def test_statistics_stay_from_half_of_the_training_on() -> None:
@@ -476,16 +469,14 @@ def test_fastfill_loss_is_a_gaussian_likelihood_of_distance_and_class() -> None:
         total += 0.5 * math.exp(-float(sure[row])) * error + 0.5 * float(sure[row])
     given = {"old_embeds": old, "new_embeds": new, "side_info": side, "labels": labels}
     assert model(**given).loss.item() == pytest.approx(total / 8, rel=1e-5)
-    with pytest.raises(XcompatError, match="pass side_info"):
-        model.uncertainty(old)
+    refuses("pass side_info", model.uncertainty, old)
 
 
 @pytest.mark.parametrize("loss", ["kl", "reversed_kl"])
 def test_fct_kl_is_of_the_new_models_classifier(loss: str) -> None:
     model = build("fct", loss=loss).eval()
     given = {"old_embeds": unit(5, 6), "new_embeds": unit(5, 7)}
-    with pytest.raises(XcompatError, match="not prepared with the new classifier"):
-        model(**given)
+    refuses("not prepared with the new classifier", model, **given)
     weight = nn.Parameter(unit(4, 7, 3))
     model._get_encoder = lambda: SimpleNamespace(classifier=SimpleNamespace(weight=weight))
     model.prepare(*knowledge())
@@ -493,8 +484,7 @@ def test_fct_kl_is_of_the_new_models_classifier(loss: str) -> None:
     torch.testing.assert_close(model(**given).loss, expected)
     assert "classifier_CD" not in model.state_dict()
     model._get_encoder = SimpleNamespace
-    with pytest.raises(XcompatError, match="has no classifier of its embeddings; set options.loss to mse"):
-        model.prepare(*knowledge())
+    refuses("has no classifier of its embeddings; set options.loss to mse", model.prepare, *knowledge())
 
 
 def naive_nt_xent(first: torch.Tensor, second: torch.Tensor, crops: list[torch.Tensor], temperature: float) -> float:
@@ -543,16 +533,14 @@ def test_simclr_sees_small_crops(kind: str, image_folder_of: dict[str, str], ima
     batch, again = collator(items), collator(items)
     assert all(torch.equal(batch[name], again[name]) for name in batch)
     assert not torch.equal(batch["pixel_values"], batch["second_pixel_values"])
-    with pytest.raises(XcompatError, match="set data.augmentation"):
-        PairCollator(model.processor, views=model.views)
+    refuses("set data.augmentation", PairCollator, model.processor, views=model.views)
     crops = batch["crop_pixel_values"]
     assert crops.shape == (len(images), 3, 3, 16, 16)
     assert len({crop.numpy().tobytes() for crop in crops.flatten(0, 1)}) == 3 * len(images), "each is another"
     a, b, small = (F.normalize(model.features(views), dim=-1) for views in (*list(batch.values())[:2], crops.flatten(0, 1)))
     expected = nt_xent_loss(a, b, model.config.temperature, list(small.view(len(images), 3, -1).unbind(1)))
     torch.testing.assert_close(model(**batch).loss, expected)
-    with pytest.raises(XcompatError, match="crop_pixel_values"):
-        model(**{name: batch[name] for name in ("pixel_values", "second_pixel_values")})
+    refuses("crop_pixel_values", model, **{name: batch[name] for name in ("pixel_values", "second_pixel_values")})
 
 
 def test_impossible_options_are_refused(image_folder_of: dict[str, str]) -> None:
@@ -572,8 +560,7 @@ def test_impossible_options_are_refused(image_folder_of: dict[str, str]) -> None
         ("independent", {"mixup": 0.2, "head": "triplet", "classes": ["a", "b"]}, "set options.mixup to 0, or no triplets"),
     ):
         old = OLD if METHODS[method].compares_with_old else None
-        with pytest.raises(XcompatError, match=message):
-            METHODS[method].from_encoder(image_folder_of["vit"], old=old, **options)
+        refuses(message, METHODS[method].from_encoder, image_folder_of["vit"], old=old, **options)
 
 
 def test_simclr_trains_the_bits_it_stores(image_folder_of: dict[str, str], images: list[Image.Image], tmp_path: Path) -> None:
@@ -689,8 +676,7 @@ def test_stored_embeddings_have_no_views(raw: dict[str, Any], tmp_path: Path) ->
     stored = write_embeds(tmp_path / "left", ids, image=unit(24, 6))
     data = raw["data"] | {"augmentation": {"min_scale": 0.3}, "views": 2}
     recipe = recipe_of(raw, method="ridge", old=str(stored), data=data, output_dir=str(tmp_path / "run"), evaluation=None)
-    with pytest.raises(XcompatError, match="left contains embeddings of plain images, but data.views needs a model; set old"):
-        run_recipe(recipe)
+    refuses("left contains embeddings of plain images, but data.views needs a model; set old", run_recipe, recipe)
 
 
 def test_a_mapped_gallery_is_mapped_again(raw: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

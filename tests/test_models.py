@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import ARCHITECTURES, TEXTS, refusing
+from conftest import ARCHITECTURES, TEXTS, refuses
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from schedule import METHOD_OF_EACH_KIND, mostly_nightly, mostly_nightly_rows
@@ -143,8 +143,7 @@ def test_lost_processor(architecture: str, encoder_of: dict[str, str], tmp_path:
             file.unlink()
     model = AutoModel.from_pretrained(tmp_path / "first")
     for wanted in (lambda: model.processor, lambda: model.save_pretrained(tmp_path / "second")):
-        with refusing("cannot read the preprocessing of .*first .*; restore its files"):
-            wanted()
+        refuses("cannot read the preprocessing of .*first .*; restore its files", wanted)
     assert (tmp_path / "second" / "model.safetensors").exists()
 
 
@@ -192,8 +191,7 @@ def test_identity_in_half_precision(folder_of: dict[str, str], images: list[Imag
     moved = AutoModel.from_pretrained(tmp_path, dtype=torch.bfloat16)
     _ = moved.processor
     (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(XcompatError, match=f"half-precision model, because its source {tmp_path} is unavailable"):
-        moved.fingerprint()
+    refuses(f"half-precision model, because its source {tmp_path} is unavailable", moved.fingerprint)
     encoder, processor = load_encoder(folder_of["clip"])
     model = METHODS["ridge"].from_encoder((encoder, processor), old=describe_old(OLD, dim=8)).to(torch.bfloat16)
     before = encoder.fingerprint(processor)
@@ -207,14 +205,12 @@ def test_views_are_unit_vectors_of_the_old_dimension(method: str, folder_of: dic
     model = build(method, folder_of)
     shake(model)
     if not model.compatible_with:
-        with pytest.raises(XcompatError, match="cannot search an old gallery"):
-            model.to_space(torch.randn(2, 16))
+        refuses("cannot search an old gallery", model.to_space, torch.randn(2, 16))
         return
     own = embeddings(model, images)[0]
     assert own.shape == (4, model.config.embedding_dim)
     if model.maps_galleries:
-        with pytest.raises(XcompatError, match="maps galleries: upgrade the stored embeddings instead"):
-            model.to_space(own)
+        refuses("maps galleries: upgrade the stored embeddings instead", model.to_space, own)
         upgraded = model.upgrade(unit(4, 8))
         assert upgraded.shape == own.shape and upgraded.dtype == torch.float32
         torch.testing.assert_close(upgraded.norm(dim=-1), torch.ones(4))
@@ -367,22 +363,17 @@ def test_ridge_is_least_squares_and_needs_pairs_that_differ(folder_of: dict[str,
     torch.testing.assert_close(model.weight.double(), weight, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(model.bias.double(), bias, atol=1e-5, rtol=1e-5)
     for method in ("ridge", "procrustes"):
-        with pytest.raises(XcompatError, match="there are none"):
-            build(method, folder_of).fit([])
-    with pytest.raises(XcompatError, match="all equal"):
-        build("ridge", folder_of).fit([(torch.ones(9, 16), torch.randn(9, 8))])
+        refuses("there are none", build(method, folder_of).fit, [])
+    refuses("all equal", build("ridge", folder_of).fit, [(torch.ones(9, 16), torch.randn(9, 8))])
 
 
 def test_unknown_options_and_columns_are_refused(folder_of: dict[str, str]) -> None:
-    with pytest.raises(XcompatError, match="no option 'noise_sd'; did you mean 'noise_std'"):
-        xcompat.ProjectionConfig(noise_sd=0.1)
-    with pytest.raises(XcompatError, match="QueryMapConfig has no shape 'resdual'; did you mean 'residual'"):
-        xcompat.QueryMapConfig(shape="resdual")
+    refuses("no option 'noise_sd'; did you mean 'noise_std'", xcompat.ProjectionConfig, noise_sd=0.1)
+    refuses("QueryMapConfig has no shape 'resdual'; did you mean 'residual'", xcompat.QueryMapConfig, shape="resdual")
     with pytest.raises(TypeError, match="XbtModel has no column lables"):
         build("xbt", folder_of)(lables=LABELS)
     for model in (model for model in METHODS.values() if model.compares_with_old):
-        with pytest.raises(XcompatError, match=r"Model needs an old model; pass old=load_embedder\(NAME\)"):
-            model.from_encoder(folder_of["clip"])
+        refuses(r"Model needs an old model; pass old=load_embedder\(NAME\)", model.from_encoder, folder_of["clip"])
 
 
 def test_a_checkpoint_that_lost_weights_is_refused(folder_of: dict[str, str], tmp_path: Path) -> None:
@@ -391,8 +382,7 @@ def test_a_checkpoint_that_lost_weights_is_refused(folder_of: dict[str, str], tm
     weights.pop("projection.0.weight")
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
     (tmp_path / "xcompat_checksums.json").unlink()
-    with pytest.raises(XcompatError, match="1 missing keys, e.g. projection.0.weight"):
-        xcompat.ProjectionModel.from_pretrained(tmp_path)
+    refuses("1 missing keys, e.g. projection.0.weight", xcompat.ProjectionModel.from_pretrained, tmp_path)
 
 
 def test_fingerprint_knows_what_is_computed_and_not_where_it_lies(folder_of: dict[str, str], tmp_path: Path) -> None:
