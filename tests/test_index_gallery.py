@@ -129,8 +129,8 @@ def test_search_page_and_re_ranking_show_the_hits_of_an_index(shop: Path, old_fo
     (shop / "more").mkdir()
     for name in sorted(file.name for file in (shop / "photos").iterdir())[:4]:
         (shop / "photos" / name).rename(shop / "more" / name)
-    search = ("gallery", "search", "own.faiss", "a red shoe", "--model", "runs/map", "--rerank", 12, "--originals", "photos")
-    for more, counts in (((), "8 embedded, 4 missing"), (("--originals", "more"), "12 embedded")):
+    search = ("gallery", "search", "own.faiss", "a red shoe", "--model", "runs/map", "--rerank", 12, "--images", "photos")
+    for more, counts in (((), "8 embedded, 4 missing"), (("--images", "more"), "12 embedded")):
         assert f"candidates: {counts}\n" in run_xcompat.output(*search, *more)
 
 

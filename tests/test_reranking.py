@@ -146,7 +146,7 @@ def test_models_choose_weights_and_numbers_within_ranges(shop: Shop, monkeypatch
     for numbers, message in (({"candidates": 0}, "at least 1"), ({"old_weight": 1.0}, "from 0 to below 1")):
         with pytest.raises(XcompatError, match=message):
             shop.reranker(**numbers)
-    with pytest.raises(XcompatError, match="--originals"):
+    with pytest.raises(XcompatError, match="--images"):
         shop.search(10, Reranker(shop.newer))
 
 
@@ -471,7 +471,7 @@ def test_a_shadow_of_a_re_ranking_from_stdin_and_of_images(
 ) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("a dog\n\na cat\n"))
     ways = ("--old", old_folder, "--model", old_folder, "--queries", "-", "--top-k", 20)
-    rerank = ("--rerank", 20, "--rerank-with", compatible_folder, "--originals", photos)
+    rerank = ("--rerank", 20, "--rerank-with", compatible_folder, "--images", photos)
     code, said, _ = run_xcompat("shadow", gallery.path, *ways, *rerank)
     assert code == 0 and "2 queries, 40 items" in said and "embedded" in said
     ways = ("--old", old_folder, "--model", compatible_folder, "--queries", photos, "--top-k", 40)

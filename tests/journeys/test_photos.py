@@ -206,7 +206,7 @@ def test_reranked_searches_become_the_backfill(desk: Desk) -> None:
     shutil.copytree(desk.folder / "reranked", desk.folder / "in_one_go")
     old = quality(desk.search("reranked", OLD))
 
-    rerank = ("--rerank", 20, "--originals", "stored", "--record-demand")
+    rerank = ("--rerank", 20, "--images", "stored", "--record-demand")
     search = ("gallery", "search", "reranked", "--queries", "asked", "--model", "runs/mine", "--json", *rerank)
     killed = warm.run("-c", KILL_AFTER, "retrieval.new_embeddings", "NewEmbeddings", "put", 1, *search, folder=desk.folder)
     assert killed.returncode == -signal.SIGKILL, killed.stderr

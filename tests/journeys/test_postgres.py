@@ -262,7 +262,7 @@ def test_searches_embed_rows_and_a_migration_embeds_the_rest(postgres: str, data
     searched, at_once = (f"{postgres}&table={table}" for table in ("searched", "at_once"))
     start = ("migrate", "start", searched, "--from", old, "--model", new, "--embed", "body")
     assert "0 rows written; re-ranked searches add more" in type_command(*start, "--budget", 0)
-    reranking = ("--rerank", 4, "--rerank-with", new, "--originals", "texts.jsonl", "--record-demand", "--top-k", 3)
+    reranking = ("--rerank", 4, "--rerank-with", new, "--texts", "texts.jsonl", "--record-demand", "--top-k", 3)
     search = ("gallery", "search", searched, "--model", old, *reranking)
     type_command(*search, "--queries", "asked.txt")
     cached = read("searched")

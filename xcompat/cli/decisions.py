@@ -47,7 +47,9 @@ def shadow(
     ] = None,
     originals: Annotated[
         list[Path] | None,
-        typer.Option(parser=parse_path, metavar="<path>", help="Gallery images or texts, for --rerank. Repeatable."),
+        typer.Option(
+            "--images", "--texts", parser=parse_path, metavar="<path>", help="Gallery images or texts, for --rerank. Repeatable."
+        ),
     ] = None,
     rerank_with: Annotated[
         str,

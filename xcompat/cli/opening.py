@@ -139,7 +139,7 @@ def load_old_model(typed: Queries, source: QuerySource, fallback: str, below: fl
 
 
 def load_rerank_originals(paths: list[Path] | None) -> Originals | None:
-    """Load the images or texts of ``--originals``; None without the option."""
+    """Load the images or texts of ``--images``; None without the option."""
     if not paths:
         return None
     from xcompat.retrieval.originals import load_originals

@@ -24,7 +24,7 @@ EXAMPLES = {
     "evaluate": ("evaluate runs/xbt", "evaluate --old test/old --new test/new --map runs/map --rerank 20"),
     "shadow": (
         "shadow gallery --queries queries.txt --old runs/old --model runs/map",
-        "shadow gallery --queries queries.txt --old runs/old --model runs/map --rerank 20 --originals photos/",
+        "shadow gallery --queries queries.txt --old runs/old --model runs/map --rerank 20 --images photos/",
     ),
     "plan": (
         "plan runs/xbt --items 10000000 --queries-per-day 50000",
@@ -40,7 +40,7 @@ EXAMPLES = {
     ),
     "gallery search": (
         'gallery search gallery "a red shoe" --model runs/xbt',
-        "gallery search index.faiss photos/1.jpg --model runs/map --rerank 20 --originals photos/",
+        "gallery search index.faiss photos/1.jpg --model runs/map --rerank 20 --images photos/",
     ),
     "gallery add": (
         "gallery add gallery more_photos/ --model runs/xbt",

@@ -40,7 +40,7 @@ class RerankOptions(NamedTuple):
 
     Args:
         candidates: ``--rerank``: number of hits, True for the number chosen with the model, or None for no re-ranking.
-        originals: ``--originals``.
+        originals: ``--images`` or ``--texts``.
         model: ``--rerank-with``.
         budget: ``--rerank-budget``.
         record_demand: ``--record-demand``.
@@ -66,7 +66,7 @@ class RerankOptions(NamedTuple):
         """
         limits = {"--cache-mb": self.cache_mb is not None, "--cache-days": self.cache_days is not None}
         given = {
-            "--originals": bool(self.originals),
+            "--images or --texts": bool(self.originals),
             "--address-column": self.address_column is not None,
             "--rerank-with": bool(self.model),
             "--rerank-budget": self.budget is not None,
@@ -78,7 +78,7 @@ class RerankOptions(NamedTuple):
         for option in (name for name, is_given in limits.items() if is_given and searches_store):
             raise XcompatError(f"{option} works with galleries only: a store keeps new embeddings in a column; remove {option}")
         if self.originals and self.address_column is not None:
-            raise XcompatError("--address-column replaces --originals; remove one of them")
+            raise XcompatError("--address-column replaces --images and --texts; remove one of them")
         for path in self.originals or ():
             local_files(str(path))
         if self.model:

@@ -308,9 +308,9 @@ class Reranker:
 
     def _fix(self, gallery: SearchedGallery) -> str:
         return (
-            f"check --originals, and delete {gallery.path / FOLDER}: it caches their embeddings"
+            f"check --images or --texts, and delete {gallery.path / FOLDER}: it caches their embeddings"
             if self.keep
-            else "check --originals"
+            else "check --images or --texts"
         )
 
     @torch.inference_mode()
@@ -469,7 +469,7 @@ class Reranker:
                 f"no candidate has an address in its metadata under {key!r}; choose another key (--address-column)"
             )
         elif wanted:
-            raise XcompatError("this gallery stores no texts to re-embed; set its images or texts (--originals)")
+            raise XcompatError("this gallery stores no texts to re-embed; set them with --images or --texts")
 
     def _from_metadata(self, held: Mapping[str, str]) -> Iterator[Originals]:
         """Yield the texts in the metadata, or the images at the addresses in it."""
