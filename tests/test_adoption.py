@@ -15,10 +15,9 @@ import torch
 from conftest import refuses, store
 from schedule import mostly_nightly
 from store_places import unit_vectors as unit
+from test_gallery_versions import solved
 
 from xcompat import Fingerprint, XcompatError
-from xcompat.methods import ProcrustesConfig, ProcrustesModel
-from xcompat.models.config import describe_old
 from xcompat.retrieval import Gallery, adopted_index, adoption, staging
 from xcompat.retrieval.manifest import write_manifest
 
@@ -53,11 +52,6 @@ def later(path: Path) -> None:
     """Move the time of a file's last write, which may be the same where a test is fast."""
     stat = path.stat()
     os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns + 10**9))
-
-
-def query_map() -> ProcrustesModel:
-    model = ProcrustesModel(ProcrustesConfig(old=describe_old(OLD, d), embedding_dim=D))
-    return model.fit([(torch.from_numpy(unit(300, D, 1)), torch.from_numpy(unit(300, d, 2)))]).eval()
 
 
 def flip(path: Path, seconds: int = 1) -> None:
@@ -278,7 +272,7 @@ def test_what_a_quantiser_shortens_counts_as_of_length_1(factory: str, metric: i
 @pytest.mark.parametrize("spread", [0.0, 0.1])
 def test_queries_are_brought_to_vectors_that_were_never_normalised(metric: int, spread: float, tmp_path: Path) -> None:
     """Classes of items: the share of queries whose nearest item is of their class is that of the user's own search."""
-    generator, model = np.random.default_rng(0), query_map()
+    generator, model = np.random.default_rng(0), solved()
     centres = unit(40, D, 3)
     items = np.repeat(centres, 10, axis=0) + 0.2 * generator.normal(size=(400, D)).astype(np.float32)
     queries = np.repeat(centres, 5, axis=0) + 0.2 * generator.normal(size=(200, D)).astype(np.float32)

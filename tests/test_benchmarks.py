@@ -62,26 +62,14 @@ def test_rows_judge_bounds_and_sides_take_turns(benchmark: Any) -> None:
     measuring = benchmark("measuring")
     assert [measuring.Row("a", "b", ratio, ">= 4").holds for ratio in (4.0, 3.9, None)] == [True, False, None]
     assert [measuring.Row("a", "b", ratio, "<= 0.5").holds for ratio in (0.5, 0.6)] == [True, False]
-    assert measuring.Row("a", "b", 2.0).holds is None
     assert measuring.Row("a", "b", 2.0, ">= 4").cells() == ["a", "b", "2.00", ">= 4 MISSED", ""]
     assert measuring.timed("a", "b", ">= 2", ours=1, theirs=3).ratio == 3
     assert measuring.timed("a", "b", "<= 2", ours=1, theirs=4).ratio == 0.25
     assert measuring.not_installed("a", "b", ">= 2", "peer").cells()[2:] == ["", ">= 2", "not run: pip install peer"]
     turns: list[str] = []
-    took = benchmark("measuring").medians({name: lambda name=name: turns.append(name) for name in ("ours", "theirs")}, rounds=3)
+    took = measuring.medians({name: lambda name=name: turns.append(name) for name in ("ours", "theirs")}, rounds=3)
     assert turns == ["ours", "theirs", "theirs", "ours", "ours", "theirs"]
     assert set(took) == {"ours", "theirs"}
-
-
-def test_peak_memory_counts_what_is_given_back(benchmark: Any) -> None:
-    code = (
-        "from measuring import peak_memory\n"
-        "big = bytearray(b'x') * 2**28; del big\n"  # before: not counted
-        "def run():\n    block = bytearray(b'x') * 2**26\n"
-        "print(peak_memory(run))"
-    )
-    taken = int(subprocess.check_output([sys.executable, "-c", code], cwd=SCRIPTS, text=True))
-    assert 0.9 * 2**26 < taken < 2**27  # the kernel counts pages in lots
 
 
 @pytest.mark.nightly

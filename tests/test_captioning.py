@@ -292,7 +292,9 @@ def test_a_caption_goes_on_where_the_prompt_ends(folder_of_kind: dict[str, str],
     assert captioner([image]) != Captioner(folder_of_kind[kind], max_tokens=5)([image])
 
 
-def test_chats_get_the_prompt(folder_of_kind: dict[str, str], images: list[Image.Image], photos: Path, tmp_path: Path) -> None:
+def test_prompts_are_taken_in_chats_or_refused(
+    folder_of_kind: dict[str, str], images: list[Image.Image], photos: Path, tmp_path: Path, captioner_folder: str
+) -> None:
     asked = Captioner(folder_of_kind["llava"], prompt="the dog")._model_inputs(images[:1])
     words = Captioner(folder_of_kind["llava"]).tokenizer.decode(asked["input_ids"][0])
     assert words == f"USER {' '.join([IMAGE] * 4)} the dog ASSISTANT"
@@ -300,6 +302,11 @@ def test_chats_get_the_prompt(folder_of_kind: dict[str, str], images: list[Image
     for name, more in (("usual", []), ("dog", ["--prompt", "the dog"])):
         assert "11 captions" in invoke(*given, *more, "--out", tmp_path / name)
     assert lines(tmp_path / "usual") != lines(tmp_path / "dog")
+    refuses("starts captions by itself and takes no prompt; remove --prompt", Captioner, captioner_folder, prompt="a photo of")
+    silent = llava(tmp_path, template=None)
+    refuses(r"cannot write captions: .*; set a --prompt", Captioner(silent), images)
+    assert len(Captioner(silent, max_tokens=4, prompt="USER <image> the dog ASSISTANT")(images)) == 4
+    refuses(r"cannot write captions: .*; use another --prompt", Captioner(silent, prompt="the dog"), images)
 
 
 def test_parts_of_others(folder_of_kind: dict[str, str], photos: Path, tmp_path: Path) -> None:
@@ -314,11 +321,3 @@ def test_parts_of_others(folder_of_kind: dict[str, str], photos: Path, tmp_path:
     del plan["prompt"]  # as versions wrote it that knew no prompt
     (tmp_path / "out.jsonl.parts" / captioning.PLAN).write_text(json.dumps(plan))
     assert write_captions(source, Captioner(folder_of_kind["git"], max_tokens=4), out) == 11
-
-
-def test_prompts_not_taken_or_missing_are_one_line(captioner_folder: str, images: list[Image.Image], tmp_path: Path) -> None:
-    refuses("starts captions by itself and takes no prompt; remove --prompt", Captioner, captioner_folder, prompt="a photo of")
-    silent = llava(tmp_path, template=None)
-    refuses(r"cannot write captions: .*; set a --prompt", Captioner(silent), images)
-    assert len(Captioner(silent, max_tokens=4, prompt="USER <image> the dog ASSISTANT")(images)) == 4
-    refuses(r"cannot write captions: .*; use another --prompt", Captioner(silent, prompt="the dog"), images)

@@ -11,8 +11,6 @@ import torch
 import torch.distributed as dist
 import warm
 from conftest import refuses
-from hypothesis import given
-from hypothesis import strategies as st
 from pytorch_metric_learning import losses
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -186,37 +184,17 @@ def test_known_rows_equal_the_double_loop(dtype: torch.dtype, scale: float | Non
     weights, embeds = torch.randn(5, 3, dtype=torch.float64), torch.randn(12, 3, dtype=torch.float64)
     weights[1] = torch.nan
     labels = torch.tensor([0, 1, 2, 3, 4, 5, 6, 7, 0, 2, 1, 4])  # 5, 6 and 7 are new classes
-    found = cross_entropy_to(weights.to(dtype), embeds.to(dtype), labels, scale)
+    own = embeds.to(dtype).requires_grad_()
+    found = cross_entropy_to(weights.to(dtype), own, labels, scale)
     expected = naive_cross_entropy_to(weights, embeds, labels, scale)
     assert float(found) == pytest.approx(expected, rel=tolerance(dtype))
+    found.backward()
+    assert own.grad.isfinite().all() and own.grad.any(dim=1).tolist() == [label in (0, 2, 3, 4) for label in labels.tolist()]
     embeds, weights = torch.randn(6, 4, dtype=torch.float64), 0.7 * torch.randn(5, 4, dtype=torch.float64)
     weights[2] = torch.nan
     labels = [0, 1, 2, 4, 4, 8]  # 2 has no prototype, and neither has 8
     found = ace_loss(embeds.to(dtype), weights.to(dtype), torch.tensor(labels), scale=scale)
     assert float(found) == pytest.approx(naive_ace_loss(embeds, weights, labels, scale), rel=tolerance(dtype))
-
-
-@given(st.data())
-def test_samples_without_a_row_change_nothing(data: st.DataObject) -> None:
-    missing = data.draw(st.sets(st.integers(0, 4)))
-    labels = torch.tensor(data.draw(st.lists(st.integers(0, 6), min_size=1, max_size=9)))
-    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
-    weights = torch.randn(5, 3, generator=generator, dtype=torch.float64)
-    weights[sorted(missing)] = torch.nan
-    embeds = torch.randn(len(labels), 3, generator=generator, dtype=torch.float64).requires_grad_()
-    scale = data.draw(st.sampled_from([None, 30.0]))
-    loss = cross_entropy_to(weights, embeds, labels, scale)
-    loss.backward()
-    has_row = torch.tensor([label < 5 and label not in missing for label in labels.tolist()])
-    assert embeds.grad.isfinite().all()
-    assert (embeds.grad[~has_row] == 0).all()
-    if has_row.any():
-        present = [c for c in range(5) if c not in missing]
-        order = torch.tensor([present.index(c) if c in present else -1 for c in range(7)])
-        alone = cross_entropy_to(weights[present], embeds[has_row], order[labels[has_row]], scale)
-        torch.testing.assert_close(loss, alone)
-    else:
-        assert loss == 0
 
 
 def naive_triplet_loss(features: torch.Tensor, labels: torch.Tensor, margin: float) -> float:
@@ -291,10 +269,10 @@ def test_unknown_old_sides_count_for_nothing() -> None:
     loss.backward()
     assert loss.item() == 2 and torch.equal(new.grad, torch.tensor([[0.0, 0.0, -1.0], [0.0, 0.0, 0.0]]))
     embeds = torch.randn(3, 4, requires_grad=True)
-    loss = ace_loss(embeds, torch.full((2, 4), torch.nan), torch.tensor([0, 1, 5]), scale=16.0)
-    loss.backward()
-    assert loss == 0
-    assert torch.equal(embeds.grad, torch.zeros(3, 4))
+    unknown, labels = torch.full((2, 4), torch.nan), torch.tensor([0, 1, 5])
+    for loss in (ace_loss(embeds, unknown, labels, scale=16.0), cross_entropy_to(unknown, embeds, labels, 16.0)):
+        loss.backward()
+        assert loss == 0 and torch.equal(embeds.grad, torch.zeros(3, 4))
 
 
 def naive_ace_loss(embeds: torch.Tensor, weights: torch.Tensor, labels: list[int], scale: float | None) -> float:
@@ -326,21 +304,11 @@ def naive_ract_loss(new: torch.Tensor, old: torch.Tensor, labels: list[int], tem
 @pytest.mark.parametrize("topk", [None, 1, 3, 40])
 def test_ract_equals_the_double_loop(dtype: torch.dtype, labels: list[int], topk: int | None) -> None:
     new, old = torch.randn(5, 4, dtype=torch.float64), torch.randn(5, 4, dtype=torch.float64)
-    found = ract_loss(new.to(dtype), old.to(dtype), torch.tensor(labels), 0.2, topk)
+    own = new.to(dtype).requires_grad_()
+    found = ract_loss(own, old.to(dtype), torch.tensor(labels), 0.2, topk)
     assert float(found) == pytest.approx(naive_ract_loss(new, old, labels, 0.2, topk), rel=tolerance(dtype), abs=1e-12)
-
-
-@given(st.lists(st.integers(0, 3), min_size=1, max_size=8), st.sampled_from([None, 1, 2]), st.integers(0, 99))
-def test_ract_does_not_depend_on_order_and_is_never_undefined(labels: list[int], topk: int | None, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    new, old = (torch.randn(len(labels), 3, generator=generator, dtype=torch.float64) for _ in range(2))
-    new.requires_grad_()
-    order = torch.randperm(len(labels), generator=generator)
-    classes = torch.tensor(labels)
-    loss = ract_loss(new, old, classes, 0.05, topk)
-    loss.backward()
-    assert new.grad.isfinite().all() and loss >= 0
-    torch.testing.assert_close(loss, ract_loss(new[order], old[order], classes[order], 0.05, topk))
+    found.backward()
+    assert own.grad.isfinite().all()
 
 
 def _batch() -> dict[str, torch.Tensor]:

@@ -21,19 +21,9 @@ from pydantic import ValidationError
 from torch.utils.data import BatchSampler, DataLoader
 
 from xcompat import data
-from xcompat.data import (
-    Augmentation,
-    BadSamples,
-    EmbeddingPairDataset,
-    LabelledImages,
-    PairCollator,
-    PairDataset,
-    Subset,
-    flatten_captions,
-    old_and_new_rows,
-    select_subset,
-)
-from xcompat.data.scenarios import Scenario, compute_shared_fraction
+from xcompat.data import Augmentation, BadSamples, EmbeddingPairDataset, PairCollator, PairDataset, flatten_captions
+from xcompat.data.labelled import LabelledImages
+from xcompat.data.scenarios import Scenario, Subset, compute_shared_fraction, old_and_new_rows, select_subset
 
 
 class StubProcessor:

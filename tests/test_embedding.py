@@ -171,7 +171,9 @@ def test_next_shard_is_embedded_while_one_is_written(embedder: Embedder, tmp_pat
     assert np.array_equal(embed_texts(embedder, TEXTS, tmp_path / "c", "digest", shard_rows=5)[:], whole)
 
 
-def test_what_no_cache_takes_is_refused(folder_of: dict[str, str], old_folder: str, pairs_folder: str, tmp_path: Path) -> None:
+def test_texts_that_no_cache_takes_whole_are_refused_or_counted(
+    folder_of: dict[str, str], old_folder: str, pairs_folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     embed_texts(load_embedder(folder_of["clip"]), TEXTS, tmp_path / "c", "digest")
     refuses("embeddings of another fingerprint", embed_texts, load_embedder(old_folder), TEXTS, tmp_path / "c", "digest")
     refuses("embeddings of another data", embed_texts, load_embedder(folder_of["clip"]), TEXTS, tmp_path / "c", "other")
@@ -180,10 +182,7 @@ def test_what_no_cache_takes_is_refused(folder_of: dict[str, str], old_folder: s
     with torch.no_grad():
         embedder.model.model.model.vision_model.post_layernorm.weight.mul_(1e6)
     refuses("beyond the range of float16", embed_images, embedder, load_pairs(pairs_folder), tmp_path / "large", "digest")
-
-
-def test_truncated_texts_are_counted(folder_of: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    embed_texts(load_embedder(folder_of["clip"]), ["short", "long " * 40], tmp_path / "c", "digest")
+    embed_texts(load_embedder(folder_of["clip"]), ["short", "long " * 40], tmp_path / "s", "digest")
     assert "1 of 2 texts were truncated to the 16 tokens" in " ".join(capsys.readouterr().out.split())
     embed_in_memory(load_embedder(folder_of["clip"]), ["word " * 99, "a word"])
     assert "1 of 2 texts were truncated to the 16 tokens" in " ".join(capsys.readouterr().out.split())

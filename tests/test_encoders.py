@@ -126,19 +126,15 @@ def test_lora_takes_timm_towers_and_no_wrong_settings(folder_of: dict[str, str])
     encoder, _ = load(folder_of["clip"])
     refuses("match no linear layer.*q_proj", encoder.add_adapters, AdapterConfig(lora={"targets": ["qproj"]}))
     refuses("no tower 'audio'", encoder.add_adapters, AdapterConfig(lora={"towers": ["audio"]}))
-    encoder = open_clip_with({"image_size": 224, "timm_model_name": "vit_tiny_patch16_224", "timm_pool": "token"})
+    description, vision = copy.deepcopy(stand_in("open_clip")[0].description), {"timm_model_name": "vit_tiny_patch16_224"}
+    description["config"]["model_cfg"]["vision_cfg"] = vision | {"image_size": 224, "timm_pool": "token"}
+    encoder = build_open_clip_encoder(description).eval().requires_grad_(False)
     pixels = torch.randn(1, 3, 224, 224, generator=torch.Generator().manual_seed(0))
     before = encoder.embed_images(pixels)
     encoder.add_adapters(AdapterConfig(lora={"rank": 2, "targets": ["qkv"], "towers": ["image"]}, prompts=2))
     assert not torch.allclose(encoder.embed_images(pixels), before, atol=1e-4), "prompts have an effect"
     with encoder.adapters_disabled():
         assert torch.equal(encoder.embed_images(pixels), before)
-
-
-def open_clip_with(vision: dict[str, object]) -> Encoder:
-    description = copy.deepcopy(stand_in("open_clip")[0].description)
-    description["config"]["model_cfg"]["vision_cfg"] = vision
-    return build_open_clip_encoder(description).eval().requires_grad_(False)
 
 
 @pytest.mark.parametrize("batch_first", [True, False])
@@ -403,11 +399,6 @@ def test_another_size_is_the_librarys(name: str, folders: dict[str, str], images
     assert encoder.fingerprint(processor) != made_for.fingerprint(pixels_of)
 
 
-def disturb(encoder: Encoder) -> None:
-    for parameter in encoder.adapter_parameters():
-        parameter.data.add_(torch.randn_like(parameter))
-
-
 def test_batch_statistics_do_not_move_beside_lora() -> None:
     """A hybrid: with linear layers for LoRA and batch norms that training would change for good."""
     model: dict[str, Any] = {"model_type": "levit", "drop_path_rate": 0}
@@ -416,7 +407,8 @@ def test_batch_statistics_do_not_move_beside_lora() -> None:
     pixels = torch.randn(4, 3, *processor.image_size)
     before = encoder.embed_images(pixels)
     encoder.add_adapters(AdapterConfig(lora={"rank": 2}))
-    disturb(encoder)
+    for parameter in encoder.adapter_parameters():
+        parameter.data.add_(torch.randn_like(parameter))
     encoder.train()
     encoder.embed_images(pixels).sum().backward()
     encoder.eval()

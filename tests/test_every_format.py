@@ -14,7 +14,7 @@ from pathlib import Path
 import faiss
 import numpy as np
 import pytest
-import test_vector_formats as formats
+import test_map_vectors as formats
 import torch
 from conftest import Run, invoke, refuses, store, write_embeds
 from safetensors.numpy import save_file
@@ -109,7 +109,7 @@ IDS_BESIDE = ("faiss index", "npy", "safetensors without ids")
 def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, str]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    rows = {"ROWS": OLD, "IDS": IDS, "ITEMS": list(zip(IDS, OLD.tolist(), strict=True))}
+    rows = {"ROWS": OLD, "NAMES": IDS, "NAMED_ROWS": list(zip(IDS, OLD.tolist(), strict=True))}
     for name, value in rows.items():
         monkeypatch.setattr(formats, name, value)
     (tmp_path / "stored").mkdir()
@@ -216,8 +216,7 @@ def test_embed_maps_it(place: tuple[str, str], upward: str, run_xcompat: Run) ->
 
 def test_embed_refuses_ambiguous_sources(tmp_path: Path, upward: str, run_xcompat: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    rows = {"ROWS": OLD, "IDS": IDS}
-    for name, value in rows.items():
+    for name, value in {"ROWS": OLD, "NAMES": IDS}.items():
         monkeypatch.setattr(formats, name, value)
     source = formats.write_format("CSV of a cookbook", tmp_path)
     command = ("embed", source, "--model", upward, "--out", "mapped")
@@ -386,9 +385,6 @@ def test_bad_queries_are_left_out(gallery: Path, map_folder: str, tmp_path: Path
     assert [each["hits"][0]["id"] for each in found] == [each["query"] for each in found]
     assert "2 of 20 rows" in caplog.text and "row 3 has no embedding; row 4 holds only zeros" in caplog.text
     refuses("2 of 20 rows .* more than the share 0", search, gallery, tmp_path / "q.npy", map_folder, "--max-bad-share", "0")
-
-
-def test_what_is_no_query_is_refused(gallery: Path, map_folder: str, tmp_path: Path) -> None:
     np.save(tmp_path / "q.npy", OLD_ROWS[:3])
     said = r"q.npy has 8 dimensions, and the model takes 12: .* the new model that .* fitted on "
     said += r"\(clip-b32 has 8: .* --model clip-b32\)"

@@ -18,20 +18,9 @@ from xcompat.core.errors import XcompatError
 from xcompat.core.files import read_json
 from xcompat.core.fingerprint import Fingerprint
 from xcompat.data import LabelledSource, load_labelled
-from xcompat.evaluation import (
-    EmbeddedImages,
-    EmbeddedTemplates,
-    EvaluatedModels,
-    EvaluationOptions,
-    TemplateProtocol,
-    bootstrap_interval,
-    cmc,
-    evaluate,
-    pooled_templates,
-    tar_at_far,
-    tpir_at_far,
-)
-from xcompat.evaluation.verification import share_per_query
+from xcompat.evaluation import EmbeddedImages, EvaluatedModels, EvaluationOptions, bootstrap_interval, cmc, evaluate
+from xcompat.evaluation.embedded_templates import EmbeddedTemplates, TemplateProtocol, pooled_templates
+from xcompat.evaluation.verification import share_per_query, tar_at_far, tpir_at_far
 from xcompat.methods import METHODS
 from xcompat.models import describe_old
 from xcompat.report import load_report
@@ -62,7 +51,7 @@ def test_names_of_market1501_give_people_and_cameras(market: Path) -> None:
     assert trained.classes == ["0001", "0002", "0003", "0004"] and len(trained) == 16
 
 
-def test_cameras_are_a_column_of_any_other_data(market: Path, tmp_path: Path) -> None:
+def test_cameras_come_from_columns_or_are_refused(market: Path, tmp_path: Path) -> None:
     names = sorted(file.name for file in (market / "query").iterdir())
     rows = [{"image": str(market / "query" / name), "label": name[:4], "device": name[5:7]} for name in names]
     pd.DataFrame(rows).to_csv(tmp_path / "labels.csv", index=False)
@@ -75,9 +64,6 @@ def test_cameras_are_a_column_of_any_other_data(market: Path, tmp_path: Path) ->
     with pytest.raises(XcompatError, match="reads file names, not the column 'c'"):
         load_labelled(LabelledSource(path=folders, format="market1501", camera_column="c"))
     refuses("images in folders have no column 'c'", load_labelled, LabelledSource(path=folders, camera_column="c"))
-
-
-def test_a_name_without_camera_is_refused_before_training(market: Path) -> None:
     person = market / "query" / "0031.jpg"
     person.write_bytes(next((market / "query").iterdir()).read_bytes())
     searched = {"path": str(market / "bounding_box_test"), "format": "market1501"}
@@ -320,7 +306,7 @@ def test_one_gallery_alone_is_an_open_set(ijbc: Path) -> None:
     assert case.n_queries == 6 and case.direction == "identification"
 
 
-def test_templates_without_a_readable_image_are_left_out(ijbc: Path) -> None:
+def test_templates_without_readable_images(ijbc: Path) -> None:
     old, new = embedded_templates(ijbc, "old", 0), embedded_templates(ijbc, "new", 1)
     embeds = np.array(new.image_embeds_ND)
     embeds[:5] = np.nan  # all of template 0, which is in the gallery, and one image of template 1
@@ -330,17 +316,6 @@ def test_templates_without_a_readable_image_are_left_out(ijbc: Path) -> None:
     assert sizes == {"verification": (10, 60), "identification": (10, 5)}
     assert "Templates without a readable image, excluded: 1." in found.notes
     assert all("tpir@far=1e-2" in case.metrics for case in found.cases if case.direction == "identification")
-
-
-_PAIRS = {"pairs_P2": np.array([[0, 1], [2, 3], [4, 5]])}
-_GALLERY = {"gallery_G": np.array([0, 1]), "gallery_subjects_G": np.array([0, 1])}
-
-
-def probes(rows: list[int], subjects: list[int]) -> dict[str, np.ndarray]:
-    return {"probes_Q": np.array(rows), "probe_subjects_Q": np.array(subjects)}
-
-
-def test_templates_that_a_list_cannot_do_without_are_named() -> None:
     for lists, gone in (
         (_PAIRS | {"same_P": np.array([True, True, False])}, "no pair of two subjects is left"),
         (_PAIRS | {"same_P": np.array([False, False, True])}, "no pair of one subject is left"),
@@ -356,6 +331,14 @@ def test_templates_that_a_list_cannot_do_without_are_named() -> None:
         evaluate(EvaluatedModels(old, old), EvaluationOptions(n_resamples=2, ks=(1,)))
         with pytest.raises(XcompatError, match=f"the templates 105 have no readable image, and without them {gone}"):
             EvaluatedModels(old, new).without_unreadable()
+
+
+_PAIRS = {"pairs_P2": np.array([[0, 1], [2, 3], [4, 5]])}
+_GALLERY = {"gallery_G": np.array([0, 1]), "gallery_subjects_G": np.array([0, 1])}
+
+
+def probes(rows: list[int], subjects: list[int]) -> dict[str, np.ndarray]:
+    return {"probes_Q": np.array(rows), "probe_subjects_Q": np.array(subjects)}
 
 
 def test_lists_that_do_not_fit_are_refused_before_training(ijbc: Path, tmp_path: Path) -> None:

@@ -116,9 +116,7 @@ def test_parameters_reach_gpus_and_other_searches_the_cpu(copied: list[str], mon
 
 
 @pytest.mark.parametrize(("left", "said"), [(object(), 1), (None, 0)], ids=["overwritten", "alone"])
-def test_faiss_cpu_over_faiss_gpu_is_said_once(
-    left: object, said: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_double_faiss_is_said(left: object, said: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """As after `pip install faiss-gpu faiss-cpu`: the module is that for CPUs, and a file of the other is left beside it."""
     monkeypatch.setattr(faiss_index, "find_spec", {"faiss._gpu_build": left}.get)
     monkeypatch.delattr(faiss, "StandardGpuResources", raising=False)

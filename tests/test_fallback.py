@@ -303,9 +303,7 @@ def test_a_named_old_model_takes_the_place_of_the_recorded_one(
     require_equal(search(QUERY, top_k=len(TEXTS)), expected)
 
 
-def test_page_command_and_integrations_ask_the_old_model_too(
-    gallery: Gallery, map_folder: str, old: Embedder, expected: list[tuple[str, float]]
-) -> None:
+def test_all_ways_ask_the_old_model(gallery: Gallery, map_folder: str, old: Embedder, expected: list[tuple[str, float]]) -> None:
     require_equal(find(gallery, load_embedder(map_folder), QUERY, len(TEXTS), None), expected)
     out = invoke("gallery", "search", gallery.path, QUERY, "--model", map_folder, "--top-k", len(TEXTS), "--json")
     require_equal([SimpleNamespace(**hit) for hit in json.loads(out.splitlines()[-1])["hits"]], expected)

@@ -115,7 +115,7 @@ def test_a_kill_at_any_step_leaves_one_of_both(way: str, step: int, tmp_path: Pa
     assert content(target) == ["new.txt"] and content(tmp_path) == ["target"]
 
 
-def test_what_a_living_writer_has_begun_is_left_alone(tmp_path: Path) -> None:
+def test_only_leftovers_of_ended_writers_are_cleared(tmp_path: Path) -> None:
     with atomic_path(tmp_path / "a") as temporary:
         temporary.write_text("begun")
         clear_leftovers(tmp_path)
@@ -123,15 +123,12 @@ def test_what_a_living_writer_has_begun_is_left_alone(tmp_path: Path) -> None:
             other.write_text("other")
         assert temporary.read_text() == "begun"
     assert (tmp_path / "a").read_text() == "begun" and content(tmp_path) == ["a"]
-
-
-def test_only_leftovers_are_cleared(tmp_path: Path) -> None:
     ours, theirs = ".a.12345678.xcompat-partial", ".a.12345678.partial"  # another program's download, for example
     for name in (ours, theirs, ".git", ".a.partial", "a.12345678.xcompat-partial", ".mine.12345678"):
         folder_of(tmp_path / name, "x")
     (tmp_path / ".b.12345678.xcompat-partial").symlink_to(tmp_path / ".git")
     clear_leftovers(tmp_path)
-    kept = [theirs, ".a.partial", ".b.12345678.xcompat-partial", ".git", ".mine.12345678", "a.12345678.xcompat-partial"]
+    kept = [theirs, ".a.partial", ".b.12345678.xcompat-partial", ".git", ".mine.12345678", "a", "a.12345678.xcompat-partial"]
     assert content(tmp_path) == sorted(kept)
     assert content(tmp_path / ".git") == ["x"]
     clear_leftovers(tmp_path / "missing")
@@ -169,13 +166,10 @@ def test_places_of_another_kind_are_kept_and_long_names_taken(tmp_path: Path) ->
     assert (tmp_path / ("n" * 255)).read_text() == "whole"
 
 
-def test_what_is_no_json_is_one_line(tmp_path: Path) -> None:
+def test_damaged_json_and_changed_files_are_named(tmp_path: Path) -> None:
     for text in (b"{", b"\xff", b"[" * 100_000, b"9" * 5000, b""):
         (tmp_path / "a.json").write_bytes(text)
         refuses(r"a\.json is not valid JSON", read_json, tmp_path / "a.json")
-
-
-def test_every_difference_of_a_file_is_named(tmp_path: Path) -> None:
     file = tmp_path / "a"
     file.write_bytes(b"whole")
     record = file_record(file)

@@ -185,7 +185,7 @@ def test_what_is_refused_leaves_the_gallery_as_it_was(tmp_path: Path) -> None:
     assert found(Gallery.open(gallery.path), vectors(10)[[4]], 1) == [["item 4"]]
 
 
-def test_one_writer_at_a_time_and_readers_meanwhile(tmp_path: Path) -> None:
+def test_one_writer_at_a_time_adds_to_the_newest_state(tmp_path: Path) -> None:
     gallery = store(create(tmp_path), vectors(3), names(3))
     gallery.add(vectors(1, 5), ["waiting"])
     code = (
@@ -198,10 +198,7 @@ def test_one_writer_at_a_time_and_readers_meanwhile(tmp_path: Path) -> None:
     gallery.commit()
     assert len(gallery) == 4
     store(gallery, vectors(1, 6), ["free again"])
-
-
-def test_a_writer_adds_to_the_newest_state(tmp_path: Path) -> None:
-    first = create(tmp_path)
+    first = create(tmp_path / "two writers")
     second = Gallery.open(first.path)
     store(first, vectors(1), ["a"])
     store(second, vectors(1, 1), ["b"])

@@ -171,7 +171,7 @@ def index(tmp_path: Path) -> tuple[Path, Path]:
     return write_index(tmp_path / "own.faiss", np.eye(4, dtype=np.float32)), tmp_path / "ids.txt"
 
 
-def test_a_faiss_index_is_adopted_by_name(run: Run, index: tuple[Path, Path], tmp_path: Path) -> None:
+def test_a_faiss_index_is_adopted_by_name_or_map(run: Run, index: tuple[Path, Path], tmp_path: Path) -> None:
     own, ids = index
     adopt = ("build", "--from-faiss", own, "--model", "/our/clip", "--out", tmp_path / "g")
     assert "holds no ids; use --ids" in run.refusal(*adopt)
@@ -183,10 +183,6 @@ def test_a_faiss_index_is_adopted_by_name(run: Run, index: tuple[Path, Path], tm
     assert "4 vectors of /our/clip@" in out and "/our/clip cannot embed here" in out
     gone = ("build", "--from-faiss", tmp_path / "gone", *adopt[3:-1], tmp_path / "h", "--ids", ids)
     assert "gone does not exist; check the path" in run.refusal(*gone)
-
-
-def test_a_map_has_the_fingerprint_of_the_model_in_it(run: Run, index: tuple[Path, Path], tmp_path: Path) -> None:
-    """Without its encoder it cannot embed, so its galleries are known by its fingerprint."""
     new, old = np.random.default_rng(0).standard_normal((2, 30, 4))
     fit_map(old, new).save(tmp_path / "map" / "model")
     expected = load_checkpoint(str(tmp_path / "map" / "model")).stored_fingerprint()

@@ -270,17 +270,14 @@ def test_no_false_alarm_of_a_changed_manifest(after: str, happens: str, tmp_path
     assert manifest.is_current_whole(gallery.path)
 
 
-def test_verify_during_a_compaction(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_compaction_under_readers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     gallery = a_gallery(tmp_path / "gallery")
     between(monkeypatch, snapshot, "is_current_whole", Gallery.open(gallery.path).compact)
     assert commands.verify(gallery)["passed"]
     assert "20 items in 1 segment" in " ".join(capsys.readouterr().out.split())
     with pytest.raises(GenerationGoneError, match="open the gallery again"):
         gallery.damage()
-
-
-def test_a_reader_whose_state_was_compacted_away_is_told_to_open_the_gallery_again(tmp_path: Path) -> None:
-    gallery = a_gallery(tmp_path / "gallery")
+    gallery = a_gallery(tmp_path / "another")
     cold, warm = Gallery.open(gallery.path), Gallery.open(gallery.path)
     before = contents(warm)
     Gallery.open(gallery.path).compact()

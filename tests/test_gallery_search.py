@@ -12,21 +12,19 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-import torch
 import warm
 from conftest import Run, refuses, store, write_photos
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from schedule import mostly_nightly
-from store_places import OLD, unit_vectors
+from store_places import OLD, solve_map, unit_vectors
 from test_index_gallery import write_index
 
 import xcompat.stores
 from xcompat import Fingerprint
 from xcompat.core.progress import console
 from xcompat.methods import RidgeModel
-from xcompat.models import describe_old
 from xcompat.models.embedder import Embedder, load_embedder
 from xcompat.retrieval import Gallery, embedded_queries, hit_output, searching
 from xcompat.retrieval.ingestion import ingest
@@ -280,9 +278,7 @@ N, DIM = 40, 8
 
 @pytest.fixture
 def model() -> RidgeModel:
-    config = RidgeModel.config_class(old=describe_old(OLD, DIM), embedding_dim=DIM)
-    pairs = torch.nn.functional.normalize(torch.randn(2, 50, DIM, generator=torch.Generator().manual_seed(0)), dim=2)
-    return RidgeModel(config).fit([(pairs[0], pairs[1])]).eval()
+    return solve_map(unit_vectors(50, DIM), unit_vectors(50, DIM, 1), OLD, "new_to_old")
 
 
 @pytest.fixture

@@ -288,7 +288,9 @@ def test_the_advised_command_makes_a_map_fit(gallery_knows: str, tmp_path: Path,
     assert "alias" in invoke("gallery", "info", gallery)
 
 
-def test_reports_name_old_models_by_fingerprint(tmp_path: Path, old_folder: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_other_names_are_advised_only_where_they_fit(
+    tmp_path: Path, old_folder: str, caplog: pytest.LogCaptureFixture, image_folder_of: dict[str, str]
+) -> None:
     old = load_embedder(old_folder)
     for name, digest in (("b32", Fingerprint.from_string("b32").digest), (old_folder, old.fingerprint.digest)):
         caplog.clear()
@@ -296,9 +298,6 @@ def test_reports_name_old_models_by_fingerprint(tmp_path: Path, old_folder: str,
         folder = make_map(tmp_path / name[-3:], name, old.dim)
         assert json.loads((Path(folder) / "report.json").read_text())["old"]["fingerprint"] == digest
         assert ("xcompat gallery alias GALLERY b32" in caplog.text) == (name == "b32")
-
-
-def test_no_advice_for_other_models_and_dimensions(tmp_path: Path, old_folder: str, image_folder_of: dict[str, str]) -> None:
     gallery = make_gallery(tmp_path, load_embedder(old_folder), load_embedder(old_folder).dim)
     model = make_map(tmp_path, "b32", 5)
     assert "alias" not in refuses("cannot be compared", search, gallery, tmp_path, model)
@@ -323,11 +322,6 @@ def _few_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "SAMPLED", 6)
 
 
-@pytest.fixture(scope="module")
-def model(old_folder: str) -> Embedder:
-    return load_embedder(old_folder)
-
-
 def embedded(photos: Path, model: Embedder, prepare: Preparation | None = None) -> tuple[list[str], np.ndarray]:
     names = list(load_images(photos)["id"])
     images = [Image.open(photos / name) for name in names]
@@ -343,30 +337,27 @@ def foreign(photos: Path, tmp_path: Path) -> np.ndarray:
 
 
 @pytest.mark.parametrize("planted", mostly_nightly([0, 1, 10, 50], (0, 10).__contains__))
-def test_planted_vectors_of_another_model_are_found(planted: int, photos: Path, model: Embedder, tmp_path: Path) -> None:
-    names, vectors = embedded(photos, model)
+def test_planted_vectors_of_another_model_are_found(planted: int, photos: Path, old: Embedder, tmp_path: Path) -> None:
+    names, vectors = embedded(photos, old)
     rows = np.random.default_rng(planted).choice(COUNT, planted, replace=False)
     vectors[rows] = foreign(photos, tmp_path)[rows]
-    (finding,) = examine(gallery_of(tmp_path / "g", model, names, vectors), load_originals(photos), model)
+    (finding,) = examine(gallery_of(tmp_path / "g", old, names, vectors), load_originals(photos), old)
     assert set(finding.foreign) == {names[row] for row in rows}
     assert finding.claimed and finding.made == {"": COUNT - planted} and finding.cosine > 0.9999
     assert finding.interval[0] <= planted / COUNT <= finding.interval[1]
 
 
-def test_zero_vectors_and_all_of_another_model_are_foreign(photos: Path, model: Embedder, tmp_path: Path) -> None:
-    names, vectors = embedded(photos, model)
+def test_zeros_other_models_and_bare_names_are_told_apart(photos: Path, old: Embedder, tmp_path: Path) -> None:
+    names, vectors = embedded(photos, old)
     vectors[:3] = 0
-    gallery = store(Gallery.create(tmp_path / "g", model, metric="ip"), vectors, names)
-    (finding,) = examine(gallery, load_originals(photos), model)
+    gallery = store(Gallery.create(tmp_path / "g", old, metric="ip"), vectors, names)
+    (finding,) = examine(gallery, load_originals(photos), old)
     assert finding.note == "zero vectors: 3" and set(finding.foreign) == set(names[:3])
-    (finding,) = examine(gallery_of(tmp_path / "other", model, names, foreign(photos, tmp_path)), load_originals(photos), model)
+    (finding,) = examine(gallery_of(tmp_path / "other", old, names, foreign(photos, tmp_path)), load_originals(photos), old)
     assert finding.share == 1 and finding.made == {} and np.isnan(finding.cosine)
-
-
-def test_models_are_recognised_under_a_bare_name(photos: Path, model: Embedder, tmp_path: Path) -> None:
-    gallery = store(Gallery.create(tmp_path / "g", Fingerprint.from_string("our model"), dim=8), *embedded(photos, model)[::-1])
+    gallery = store(Gallery.create(tmp_path / "bare", Fingerprint.from_string("our model"), dim=8), *embedded(photos, old)[::-1])
     other = load_embedder(save_stand_in(tmp_path / "other", "clip", 8, seed=9))
-    for asked, said in ((model, "under another name"), (other, "not made by")):
+    for asked, said in ((old, "under another name"), (other, "not made by")):
         (finding,) = examine(gallery, load_originals(photos), asked)
         assert not finding.claimed and not finding.foreign and said in finding.note
 
@@ -379,14 +370,14 @@ def test_models_are_recognised_under_a_bare_name(photos: Path, model: Embedder, 
         ({"normalised": 3}, "pixels from 0 to 1, not"),
     ],
 )
-def test_other_preparation_is_named(changed: dict[str, object], said: str, photos: Path, model: Embedder, tmp_path: Path) -> None:
+def test_other_preparation_is_named(changed: dict[str, object], said: str, photos: Path, old: Embedder, tmp_path: Path) -> None:
     images = [Image.open(photos / f"{number}.png") for number in range(9)]
-    own = own_preparation(model.processor, images)
-    np.testing.assert_allclose(own(images).numpy(), model.processor.images(images).numpy(), atol=0.05)
+    own = own_preparation(old.processor, images)
+    np.testing.assert_allclose(own(images).numpy(), old.processor.images(images).numpy(), atol=0.05)
     way = FACTORS[0](own)[changed["normalised"]] if "normalised" in changed else replace(own, **changed)  # type: ignore[call-overload]
-    names, vectors = embedded(photos, model, way)
+    names, vectors = embedded(photos, old, way)
     vectors[:10] = foreign(photos, tmp_path)[:10]
-    (finding,) = examine(gallery_of(tmp_path / "g", model, names, vectors), load_originals(photos), model)
+    (finding,) = examine(gallery_of(tmp_path / "g", old, names, vectors), load_originals(photos), old)
     assert set(finding.foreign) == set(names[:10])
     assert any(said in how for how in finding.made), finding.made
 
@@ -398,39 +389,39 @@ def test_other_preparation_is_named(changed: dict[str, object], said: str, photo
         lambda factory, _: factory in ("SQ8", "IVF4,SQ8"),
     ),
 )
-def test_quantised_indexes_raise_no_alarm(factory: str, length: float, photos: Path, model: Embedder, tmp_path: Path) -> None:
-    names, vectors = embedded(photos, model)
+def test_quantised_indexes_raise_no_alarm(factory: str, length: float, photos: Path, old: Embedder, tmp_path: Path) -> None:
+    names, vectors = embedded(photos, old)
     vectors[:5] = foreign(photos, tmp_path)[:5]
     write_index(tmp_path / "own.faiss", length * vectors, factory, faiss.METRIC_L2)
-    gallery = Gallery.from_faiss(tmp_path / "g", tmp_path / "own.faiss", names, model)
-    (finding,) = examine(gallery, load_originals(photos), model)
+    gallery = Gallery.from_faiss(tmp_path / "g", tmp_path / "own.faiss", names, old)
+    (finding,) = examine(gallery, load_originals(photos), old)
     alarms = set(finding.foreign) - set(names[:5])
     assert not alarms and (len(finding.foreign) == 5 or "PQ" in factory)
     assert finding.length == pytest.approx(length, rel=0.2 if "PQ" in factory else 0.01)
 
 
-def test_each_version_is_looked_at_by_itself(photos: Path, model: Embedder, tmp_path: Path, folder_of: dict[str, str]) -> None:
-    names, vectors = embedded(photos, model)
-    gallery = store(Gallery.create(tmp_path / "g", model), vectors[:60], names[:60])
+def test_each_version_is_looked_at_by_itself(photos: Path, old: Embedder, tmp_path: Path, folder_of: dict[str, str]) -> None:
+    names, vectors = embedded(photos, old)
+    gallery = store(Gallery.create(tmp_path / "g", old), vectors[:60], names[:60])
     for name, dim, ids in (("wide", 16, ["a", "b"]), ("elsewhere", 8, ["c", "d"])):  # unchecked, as galleries once were
         items = check_items(np.eye(dim, dtype=np.float32)[:2], ids, None, None, "cosine")
         gallery.staging().add(stored_version(Fingerprint.from_string(name), dim), items, replace=False)
     gallery.commit()
     gallery.remove(names[:10])
     gallery.commit()
-    first, wide, elsewhere = examine(gallery, load_originals(photos), model, sample=30)
+    first, wide, elsewhere = examine(gallery, load_originals(photos), old, sample=30)
     assert (first.items, first.looked_at, first.foreign) == (50, 30, ())
     assert "16 dimensions, but" in wide.note and "none of the images" in elsewhere.note
     assert wide.interval == (0.0, 1.0) and wide.share == 0
 
 
 def test_doctor_says_what_it_found(
-    photos: Path, model: Embedder, old_folder: str, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+    photos: Path, old: Embedder, old_folder: str, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    names, vectors = embedded(photos, model)
-    gallery_of(tmp_path / "good", model, names, vectors)
+    names, vectors = embedded(photos, old)
+    gallery_of(tmp_path / "good", old, names, vectors)
     vectors[:20] = foreign(photos, tmp_path)[:20]
-    gallery_of(tmp_path / "bad", model, names, vectors)
+    gallery_of(tmp_path / "bad", old, names, vectors)
     asked = ("doctor", tmp_path / "bad", "--model", old_folder)
     code, out, err = run(*asked, "--images", photos, "--json")
     (version,) = json.loads(out)["versions"]
@@ -455,7 +446,7 @@ def test_the_interval_is_wilsons() -> None:
 
 def test_a_canary_shows_that_a_model_has_changed(
     photos: Path,
-    model: Embedder,
+    old: Embedder,
     old_folder: str,
     tmp_path: Path,
     run_xcompat: Run,
@@ -463,13 +454,13 @@ def test_a_canary_shows_that_a_model_has_changed(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     place = tmp_path / "g"
-    gallery_of(place, model, *embedded(photos, model))
-    assert check_canary(Gallery.open(place), model) is None, "nothing is stored unless it is asked for"
+    gallery_of(place, old, *embedded(photos, old))
+    assert check_canary(Gallery.open(place), old) is None, "nothing is stored unless it is asked for"
     checking = ("gallery", "doctor", place, "--model", old_folder, "--canary", "--json")
     assert json.loads(run_xcompat.output(*checking))["stored"]
     found = json.loads(run_xcompat.output(*checking))
     assert not found["stored"] and found["cosine"] > 0.9999
-    half = check_canary(Gallery.open(place), replace(model, autocast=torch.bfloat16))
+    half = check_canary(Gallery.open(place), replace(old, autocast=torch.bfloat16))
     assert half is not None and half.cosine > 0.9999, "a canary is computed in full precision, also where a GPU embeds in half"
     assert run_xcompat("gallery", "verify", place)[0] == 0, "a canary is no damage"
     serving = (str(place), old_folder, None, [], False)

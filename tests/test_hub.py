@@ -515,7 +515,7 @@ def test_a_chain_is_followed_through_hub_and_folders(hub: Hub, on_hub: dict[str,
     assert lines(write_config(tmp_path / "v4", named(str(tmp_path))))[1] == f"  {tmp_path} (embeddings)"
 
 
-def test_links_that_are_missing_are_named_and_passed(hub: Hub, on_hub: dict[str, str], tmp_path: Path) -> None:
+def test_missing_links_and_circles_are_named(hub: Hub, on_hub: dict[str, str], tmp_path: Path) -> None:
     first, gone = named("base/clip"), named("me/gone")
     hub.add("me/v3", write_config(tmp_path / "v3", named("me/gone", first)))
     assert lines("me/v3") == ["me/v3 (bct)", "  me/gone ()", "  base/clip (encoder)"]
@@ -528,9 +528,6 @@ def test_links_that_are_missing_are_named_and_passed(hub: Hub, on_hub: dict[str,
     ):
         refuses(said, require_whole, trace_lineage(name))
     refuses("^me/nowhere is neither", trace_lineage, "me/nowhere")
-
-
-def test_a_circle_is_named(hub: Hub, tmp_path: Path) -> None:
     hub.add("me/a", write_config(tmp_path / "a", named("me/b")))
     hub.add("me/b", write_config(tmp_path / "b", named("me/a")))
     assert lines("me/a") == ["me/a (bct)", "  me/b (bct)", "    me/a (bct)"]

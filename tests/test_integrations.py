@@ -168,7 +168,7 @@ def test_queries_fit_the_version_that_is_named(source_of: dict[str, str], old: E
     assert loaded.embed_documents(["two dogs"]) == CompatEmbeddings(model).embed_documents(["two dogs"])
 
 
-def test_an_unknown_version_is_refused_with_those_that_are_known(source_of: dict[str, str], old: Embedder) -> None:
+def test_versions_need_a_fingerprint_and_a_dimension(source_of: dict[str, str], old: Embedder, folder_of: dict[str, str]) -> None:
     model = load_checkpoint(source_of["phi"])
     known = f"choose one of these: {old.fingerprint}, {model.stored_fingerprint()}"
     for unknown in ("clip-l14", Fingerprint.from_string("clip-l14")):
@@ -179,9 +179,6 @@ def test_an_unknown_version_is_refused_with_those_that_are_known(source_of: dict
     refuses(f"do not fit clip-l14; choose one of these: {old.fingerprint}$", CompatEmbeddings, old, "clip-l14")
     with pytest.raises(XcompatError, match="maps galleries, not queries: upgrade the stored embeddings with model.upgrade"):
         CompatEmbeddings(source_of["maps galleries"], old.fingerprint)
-
-
-def test_earlier_versions_need_their_fingerprint_and_their_dimension(folder_of: dict[str, str], old: Embedder) -> None:
     earlier = {"name": old.name, "fingerprint": Fingerprint.from_string("earlier").digest, "dim": 4}
     model = METHODS["projection"].from_encoder(folder_of["clip"], old=old.describe_old() | {"compatible_with": [earlier]})
     refuses(f"2 versions are called {old.name}; choose one of these: {old.fingerprint}, ", CompatEmbeddings, model, old.name)

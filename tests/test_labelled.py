@@ -26,20 +26,9 @@ from torch.utils.data import BatchSampler
 
 from xcompat.core.errors import XcompatError
 from xcompat.core.fingerprint import Fingerprint
-from xcompat.data import (
-    ClassBalancedSampler,
-    LabelledImages,
-    LabelledSource,
-    PairSource,
-    Subset,
-    load_classes,
-    load_labelled,
-    load_pairs,
-    open_image,
-    select_subset,
-)
+from xcompat.data import ClassBalancedSampler, PairSource, Subset, load_classes, load_pairs, open_image, select_subset
 from xcompat.data.content_type import contains_images
-from xcompat.data.labelled import MAX_INDEX
+from xcompat.data.labelled import MAX_INDEX, LabelledImages, LabelledSource, load_labelled
 from xcompat.encoders.class_names import SETS, class_names
 from xcompat.training.class_files import class_indices
 from xcompat.training.push import run_facts
@@ -198,7 +187,7 @@ def test_bad_labels(tmp_path: Path) -> None:
         refuses(message, load_labelled, saved(tmp_path, labels, feature), classes)
 
 
-def test_unlabelled_files_and_equal_ids(tmp_path: Path) -> None:
+def test_images_without_a_usable_label_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     refuses("two images have the id 'x'.*id_column", load_labelled, saved(tmp_path, ["a", "b", "a"], id=["x", "y", "x"]))
     write_images(tmp_path / "flat")
     refuses("0.png has no label; move it into a folder", load_labelled, str(tmp_path / "flat"))
@@ -212,9 +201,6 @@ def test_unlabelled_files_and_equal_ids(tmp_path: Path) -> None:
     (tmp_path / "flat" / "table.csv").unlink()
     (tmp_path / "flat" / "labels.jsonl").write_text('{"image": "0.png", "label": null}\n{"image": "1.png", "label": 3}\n')
     refuses("0.png has no label", load_labelled, str(tmp_path / "flat"))
-
-
-def test_samples_of_shards_without_usable_label(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     members = {f"k{n}": {"png": png(n), "cls": b"0" if n % 2 else b"1"} for n in range(8)}
     del members["k3"]["cls"]
     members["k4"]["cls"] = b"dog"
@@ -344,7 +330,7 @@ def test_labels_are_names_indices_or_folders_of_wordnet() -> None:
         refuses(message, class_indices, labels, classes)
 
 
-def test_zero_shot_is_one_set_or_several_by_name() -> None:
+def test_zero_shot_is_one_set_or_several_by_name(tmp_path: Path) -> None:
     one = {"images": {"path": "x"}, "classes": "c.txt"}
 
     def parsed(given: object) -> DataSettings:
@@ -366,9 +352,6 @@ def test_zero_shot_is_one_set_or_several_by_name() -> None:
         ({"image net": one}, r"zero_shot\.image net.*should match pattern"),
     ):
         refuses(message, parsed, wrong)
-
-
-def test_a_card_names_the_images_of_every_set(tmp_path: Path) -> None:
     shots = {name: {"images": {"path": f"data/{name}/val"}, "classes": "c.txt"} for name in ("imagenet", "sketch")}
     for written, named in ((shots, ["data/imagenet/val", "data/sketch/val"]), (shots["sketch"], ["data/sketch/val"])):
         (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({"data": {"zero_shot": written}}))
@@ -432,7 +415,7 @@ def test_the_python_version_of_cifar_is_not_opened(tmp_path: Path, path: str) ->
     refuses(r"Python version of CIFAR: pickles .*cifar-100-binary\.tar\.gz", labelled, tmp_path / path)
 
 
-def test_imagenet_and_faces_in_folders_and_as_lists(made: Path) -> None:
+def test_imagenet_faces_and_places_in_folders_and_as_lists(made: Path) -> None:
     train = labelled(made / "imagenet" / "train")
     assert train.classes == list(SYNSETS) and len(train) == 12
     folders, listed = labelled(made / "imagenet" / "val"), labelled(made / "imagenet" / "flat" / "val.txt")
@@ -445,9 +428,6 @@ def test_imagenet_and_faces_in_folders_and_as_lists(made: Path) -> None:
         assert folders.class_names() == listed.class_names() and folders.classes == listed.classes
         assert folders.dataset["id"][:] == listed.dataset["id"][:]
     assert select_subset(listed, Subset(limit_per_class=2)).labels().tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
-
-
-def test_places_has_a_slash_before_its_paths_and_labels_behind_its_names(made: Path) -> None:
     folder = made / "places365"
     assert load_classes(folder / "categories_places365.txt") == list(CATEGORIES)
     train = labelled(folder / "places365_train_standard.txt", classes=str(folder / "categories_places365.txt"))
@@ -497,7 +477,7 @@ def test_a_list_that_does_not_fit_is_said(tmp_path: Path, made: Path) -> None:
         refuses(message, labelled, tmp_path / "list.txt", classes=["cat", "dog"])
 
 
-def test_captions_as_they_are_distributed(made: Path) -> None:
+def test_captions_as_distributed_and_json_without_any(made: Path, tmp_path: Path) -> None:
     for path, each, first in (
         ("coco/annotations/captions_val2014.json", 5, "thing 0 0"),
         ("nocaps/nocaps_val_4500_captions.json", 10, "thing 0 0"),
@@ -508,9 +488,6 @@ def test_captions_as_they_are_distributed(made: Path) -> None:
         assert [len(captions) for captions in loaded["caption"][:]] == [each] * 8 and loaded[0]["caption"][0] == first
         assert open_image(loaded[0]["image"]).size == (8, 8)
         assert len(set(loaded["id"][:])) == 8
-
-
-def test_json_that_holds_no_captions_is_said(tmp_path: Path) -> None:
     for held, message in (
         ({"images": []}, "'annotations' is missing"),
         ([1, 2], "not a COCO captions file with images and annotations"),

@@ -90,7 +90,7 @@ def test_globs_braces_lists_and_folders_name_the_same_shards(tmp_path: Path) -> 
     assert len(load_pairs(PairSource(path=str(tmp_path), limit=6))) == 6, "a limit reads no further"
 
 
-def test_the_cache_is_reused_until_the_shard_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_is_shared_until_the_shard_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shard: Path) -> None:
     path = write_shard(tmp_path / "a.tar", {"a": sample(1)})
     first = load_pairs(str(path))
     with monkeypatch.context() as patch:
@@ -102,6 +102,10 @@ def test_the_cache_is_reused_until_the_shard_changes(tmp_path: Path, monkeypatch
     assert load_pairs(str(path))._fingerprint == first._fingerprint  # it is that of the source, not of the cache
     write_shard(path, {"a": sample(1), "b": sample(2)})
     assert load_pairs(str(path))["id"][:] == ["a", "b"]
+    with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("fork")) as pool:
+        jobs = [pool.submit(_rows_in_a_process, str(shard), tmp_path / "shared_cache") for _ in range(4)]
+        assert [job.result() for job in jobs] == [7] * 4
+    assert len(list((tmp_path / "shared_cache").rglob("*.arrow"))) == 1
 
 
 @pytest.mark.parametrize("keep", [0.3, 0.55, 0.9])
@@ -204,7 +208,7 @@ def test_captions_files_as_people_have_them(folder: Path, name: str, text: str, 
     assert contains_images(str(folder / name))
 
 
-def test_token_files_keep_quotes_and_say_what_is_no_text(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_quotes_are_kept_and_swallow_no_rows(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     (folder / "captions.txt").write_text('00.png#0\t"Stop" signs\n00.png#1\t2" of snow\n')
     assert load_pairs(str(folder))[0]["caption"] == ['"Stop" signs', '2" of snow']
     (folder / "captions.txt").write_bytes("image,caption\npics/00.png,naïve\n".encode("latin-1"))
@@ -214,9 +218,6 @@ def test_token_files_keep_quotes_and_say_what_is_no_text(folder: Path, caplog: p
     refuses("captions.txt mixes encodings: parts are not UTF-8", load_pairs, str(folder))
     (folder / "captions.txt").write_text("a text about an image, with a caption\n")
     assert not contains_images(str(folder / "captions.txt"))
-
-
-def test_quotes_that_enclose_nothing_swallow_no_rows(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     file = folder / "captions.tsv"
     begun = 'image\tcaption\npics/00.png\t"a dog\npics/01.png\ta "big" cat\npics/02.png\t'
     for end in ('a hen"\n', "a hen\n", '"a hen"\n'):
@@ -348,13 +349,6 @@ def test_hub_names_are_told_from_missing_paths(tmp_path: Path, monkeypatch: pyte
 def _rows_in_a_process(path: str, cache: Path) -> int:
     datasets.config.HF_DATASETS_CACHE = cache
     return len(load_pairs(path))
-
-
-def test_processes_that_load_at_once_agree(tmp_path: Path, shard: Path) -> None:
-    with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("fork")) as pool:
-        jobs = [pool.submit(_rows_in_a_process, str(shard), tmp_path / "shared_cache") for _ in range(4)]
-        assert [job.result() for job in jobs] == [7] * 4
-    assert len(list((tmp_path / "shared_cache").rglob("*.arrow"))) == 1
 
 
 def test_images_become_rgb_on_white_or_are_refused() -> None:

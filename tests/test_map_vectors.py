@@ -1,7 +1,9 @@
-"""Stored vectors of any format, read as one side of a map, an evaluation or a lost model, and checked as pairs."""
+"""Stored vectors as databases, services and tools write them: read with their ids, as sides of a map, and checked as pairs."""
 
 from __future__ import annotations
 
+import base64
+import csv
 import gzip
 import json
 from collections.abc import Callable
@@ -15,9 +17,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from conftest import refuses
+from safetensors.numpy import save_file
 from store_places import unit_vectors
 from test_map import normalised
 
+from xcompat.core.errors import XcompatError
 from xcompat.embeddings.embed import embed_images
 from xcompat.mapping import PairedEmbeddings, fit_map, load_paired
 from xcompat.mapping.agreement import choose_by_labels_or_agreement
@@ -28,9 +32,12 @@ from xcompat.mapping.held_out import HeldOutClasses
 from xcompat.mapping.pair_checks import find_right_pairs, first_of_copies
 from xcompat.mapping.sides import read_sides
 from xcompat.models.stored import StoredModel
+from xcompat.stores.places import Reading, read_place, require_reading
 from xcompat.training.folder_test_sets import load_embedding_folder
-from xcompat.vectors import read_vectors
+from xcompat.vectors import Columns, read_vectors
 from xcompat.vectors.formats import is_stored, is_table, stored_at
+from xcompat.vectors.reading import choosable_names
+from xcompat.vectors.tables import column_names
 
 ITEMS, DIM = 40, 6
 TEXTS = Path(__file__).parents[2] / "shared" / "data" / "text" / "embeddings"
@@ -60,7 +67,7 @@ def shards(folder: Path, rows: np.ndarray) -> Path:
     return folder
 
 
-FORMATS: dict[str, Callable[[Path, np.ndarray], Path]] = {
+TABLES: dict[str, Callable[[Path, np.ndarray], Path]] = {
     "double": lambda here, rows: parquet(here / "a.parquet", rows, kind=pa.large_list(pa.float64())),
     "half": lambda here, rows: parquet(here / "a.parquet", rows.astype(np.float16), kind=pa.list_(pa.float16())),
     "fixed": lambda here, rows: parquet(here / "a.parquet", rows, kind=pa.list_(pa.float32(), DIM)),
@@ -70,10 +77,10 @@ FORMATS: dict[str, Callable[[Path, np.ndarray], Path]] = {
 }
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", TABLES)
 def test_tables_hold_ids_and_rows(name: str, tmp_path: Path) -> None:
     rows = made().astype(np.float16 if name == "half" else np.float32)
-    path = FORMATS[name](tmp_path, rows)
+    path = TABLES[name](tmp_path, rows)
     found = read_vectors(path)
     assert is_table(path) and found.ids == IDS and found.rows_ND.dtype == rows.dtype, "half precision stays half"
     assert isinstance(found.rows_ND, np.memmap), "read into memory that is mapped"
@@ -145,11 +152,11 @@ BAD: dict[str, tuple[Callable[[Path], Path], str]] = {
     "dims in JSON": (lambda here: json_lines(here / "a.jsonl", [*made()[:9], *made(0, 5)[9:]]), "row 9 of .* has 5 dimensions"),
     "no rows": (lambda here: parquet(here / "a.parquet", [None] * ITEMS, kind=pa.list_(pa.float32())), "holds no embeddings"),
     "no column": (lambda here: json_lines(here / "a.jsonl", made(), column="vec"), "no column 'embedding' .it has"),
-    "no id": (lambda here: parquet(here / "a.parquet", made(), [*IDS[1:], None]), "row 39 of .* has no id"),
+    "no id in a row": (lambda here: parquet(here / "a.parquet", made(), [*IDS[1:], None]), "row 39 of .* has no id"),
     "ids of floats": (lambda here: parquet(here / "a.parquet", made(), [float(row) for row in range(ITEMS)]), "'id' is double"),
     "cut": (lambda here: _cut(parquet(here / "a.parquet", made())), "cannot read .* after row 0"),
     "cut JSON": (lambda here: _cut(json_lines(here / "a.jsonl.gz", made())), "cannot read .* after row"),
-    "no JSON": (lambda here: _written(here / "a.jsonl", "a b c\n"), "first line is not a JSON object"),
+    "no JSON lines": (lambda here: _written(here / "a.jsonl", "a b c\n"), "first line is not a JSON object"),
     "later": (lambda here: _written(here / "a.jsonl", '{"id": "a", "embedding": [1]}\n{"id": 3'), "cannot read .* after row"),
     "nothing": (lambda here: _written(here / "a.jsonl", "\n"), "holds no embeddings"),
 }
@@ -163,12 +170,6 @@ def _cut(file: Path) -> Path:
 def _written(file: Path, text: str) -> Path:
     file.write_text(text)
     return file
-
-
-@pytest.mark.parametrize("what", BAD)
-def test_what_cannot_be_read_is_one_line(what: str, tmp_path: Path) -> None:
-    write, said = BAD[what]
-    refuses(said, read_vectors, write(tmp_path))
 
 
 UNUSABLE: dict[str, tuple[Callable[[Path], Path], str]] = {
@@ -275,16 +276,13 @@ def test_dropped_pairs_are_counted_and_the_map_is_better() -> None:
     assert cosines.mean() > 0.8, "items whose pair was wrong are mapped to their own place"
 
 
-def test_copies_are_the_pairs_equal_on_both_sides() -> None:
+def test_copies_on_both_sides_are_held_out_once_and_said() -> None:
     new, old = drawn(items=50)
     new, old = np.concatenate([new, new[:5], new[5:8]]), np.concatenate([old, old[:5], old[10:13]])
     first = first_of_copies(new.astype(np.float16), old)
     assert first is not None
     np.testing.assert_array_equal(first, [*range(50), 55, 56, 57])
     assert first_of_copies(new[:50], old[:50]) is None
-
-
-def test_copies_are_held_out_once_and_said() -> None:
     new, old = drawn(items=200)
     labels = np.arange(200) % 10
     pairs = PairedEmbeddings(*(np.concatenate([side, side]) for side in (new, old)), np.concatenate([labels, labels]))
@@ -303,3 +301,252 @@ def test_labels_at_random_are_no_better_than_chance(seed: int) -> None:
     labels = np.random.default_rng(100 + seed).permutation(np.arange(480) % 12)
     held = HeldOutClasses(PairedEmbeddings(new, old, labels), "unknown", LINES, seed)
     assert held.is_by_chance(Candidate(WHITENED))
+
+
+ROWS = np.random.default_rng(0).standard_normal((5, 4)).astype(np.float32)
+NAMES = ["007", "b", "c d", 'e"', "é"]
+NAMED_ROWS = list(zip(NAMES, ROWS.tolist(), strict=True))
+Write = Callable[[Path], Path]
+
+
+def _json(here: Path, document: object) -> Path:
+    (here / "a.json").write_text(json.dumps(document))
+    return here / "a.json"
+
+
+def _lines(here: Path, rows: list[object]) -> Path:
+    (here / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return here / "a.jsonl"
+
+
+def _to(name: str, write: Callable[[Path], object]) -> Write:
+    """Return what writes a file or folder of a name, and returns it."""
+
+    def written(here: Path) -> Path:
+        write(here / name)
+        return here / name
+
+    return written
+
+
+def _csv(file: Path, head: list[str], delimiter: str = ",") -> None:
+    opened = gzip.open if file.name.endswith(".gz") else open
+    with opened(file, "wt", newline="", encoding="utf-8") as lines:
+        written = csv.writer(lines, delimiter=delimiter)
+        written.writerow(head)
+        written.writerows([name, f"a text,\nof {name}", str(row.tolist())] for name, row in zip(NAMES, ROWS, strict=True))
+
+
+def _parquet(file: Path, rows: list[Any]) -> None:
+    pq.write_table(pa.table({"id": NAMES, "embedding": rows}), file)
+
+
+def _tensors(file: Path) -> None:
+    save_file({"embeddings": ROWS, "other": ROWS[:2]}, file, metadata={"ids": json.dumps(NAMES)})
+
+
+def _dataset() -> datasets.Dataset:
+    return datasets.Dataset.from_dict({"_id": NAMES, "emb": ROWS.tolist()})
+
+
+def _feather(path: Path) -> None:
+    table = pa.table({"doc_id": NAMES, "vector": list(ROWS)})
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
+        writer.write_table(table)
+
+
+def _clip_retrieval(here: Path) -> Path:
+    (here / "img_emb").mkdir()
+    (here / "metadata").mkdir()
+    for number, part in enumerate((slice(0, 2), slice(2, None))):
+        np.save(here / "img_emb" / f"img_emb_{9 + number}.npy", ROWS[part])  # 10 after 9
+        pq.write_table(
+            pa.table({"image_path": NAMES[part], "key": ["x"] * len(NAMES[part])}), here / f"metadata/m_{9 + number}.parquet"
+        )
+    return here
+
+
+def _points(vector: Callable[[list[float]], object] = lambda row: row) -> list[dict[str, object]]:
+    return [{"id": name, "vector": vector(row), "payload": {"text": "a", "values": 3}} for name, row in NAMED_ROWS]
+
+
+def _batch(encode: Callable[[list[float]], object] = lambda row: row) -> list[object]:
+    bodies = ({"data": [{"index": 0, "embedding": encode(row)}]} for _, row in NAMED_ROWS)
+    answers = [{"response": {"status_code": 200, "body": body}, "error": None} for body in bodies]
+    return [answer | {"custom_id": name} for name, answer in zip(NAMES, answers, strict=True)]
+
+
+def _base64(row: list[float]) -> str:
+    return base64.b64encode(np.float32(row).tobytes()).decode()
+
+
+def _search_hits() -> list[object]:
+    return [{"_index": "a", "_id": name, "_source": {"embedding": row}} for name, row in NAMED_ROWS]
+
+
+DOCUMENTS: dict[str, Callable[[], object]] = {
+    "Qdrant scroll": lambda: {"result": {"points": _points(), "next_page_offset": None}, "status": "ok"},
+    "pages of a scroll": lambda: [{"result": {"points": _points()[:2]}}, {"result": {"points": _points()[2:]}}],
+    "Elasticsearch": lambda: {"hits": {"total": 5, "hits": _search_hits()}},
+    "Pinecone fetch": lambda: {"namespace": "", "vectors": {name: {"id": name, "values": row} for name, row in NAMED_ROWS}},
+    "Pinecone upsert": lambda: {"vectors": [{"id": name, "values": row} for name, row in NAMED_ROWS]},
+    "Weaviate": lambda: {
+        "objects": [
+            {"class": "A", "id": name, "properties": {"title": "t"}, "vectors": {"default": row}} for name, row in NAMED_ROWS
+        ]
+    },
+    "Weaviate GraphQL": lambda: {
+        "data": {"Get": {"Things": [{"_additional": {"id": name, "vector": row}} for name, row in NAMED_ROWS]}}
+    },
+    "Solr": lambda: {"responseHeader": {}, "response": {"docs": [{"id": name, "vector": row} for name, row in NAMED_ROWS]}},
+    "Chroma get": lambda: {"ids": NAMES, "embeddings": ROWS.tolist(), "documents": None},
+    "id to vector": lambda: dict(NAMED_ROWS),
+}
+JSON_LINES: dict[str, Callable[[], list[object]]] = {
+    "Qdrant with a named vector": lambda: list(_points(lambda row: {"image": row, "sparse": {"indices": [1]}})),
+    "Elasticsearch lines": _search_hits,
+    "mongoexport": lambda: [{"_id": {"$oid": name}, "embedding": row} for name, row in NAMED_ROWS],
+    "Bedrock batch": lambda: [{"recordId": name, "modelOutput": {"embedding": row}} for name, row in NAMED_ROWS],
+    "Gemini batch": lambda: [{"key": name, "response": {"embedding": {"values": row}}} for name, row in NAMED_ROWS],
+    "OpenAI batch": _batch,
+    "OpenAI batch in base64": lambda: _batch(_base64),
+    "JSON lines in base64": lambda: [{"key": name, "embedding": _base64(row)} for name, row in NAMED_ROWS],
+}
+FILES: dict[str, Write] = {
+    "CSV of a cookbook": _to("a.csv", lambda file: _csv(file, ["id", "text", "embedding"])),
+    "compressed TSV": _to("a.tsv.gz", lambda file: _csv(file, ["doc_id", "text", "vector"], "\t")),
+    "Parquet": _to("a.parquet", lambda file: _parquet(file, list(ROWS))),
+    "Parquet with vectors as NumPy prints them": _to("a.parquet", lambda file: _parquet(file, [str(row) for row in ROWS])),
+    "npz": _to("a.npz", lambda file: np.savez(file, ids=np.array(NAMES), embeddings=ROWS, labels=np.arange(5))),
+    "safetensors": _to("a.safetensors", _tensors),
+    "Feather": _to("a.feather", _feather),
+    "data set on disk": _to("saved", lambda folder: _dataset().save_to_disk(folder, num_shards=2)),
+    "clip-retrieval": _clip_retrieval,
+    "elasticdump": lambda here: _lines(here, _search_hits()).rename(here / "a.json"),
+}
+
+
+FORMATS = (*DOCUMENTS, *JSON_LINES, *FILES)
+
+
+def write_format(name: str, here: Path) -> Path:
+    if name in FILES:
+        return FILES[name](here)
+    return _json(here, DOCUMENTS[name]()) if name in DOCUMENTS else _lines(here, JSON_LINES[name]())
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_vectors_and_ids_are_those_that_were_written(name: str, tmp_path: Path) -> None:
+    path = write_format(name, tmp_path)
+    found = read_vectors(path)
+    assert found.ids == NAMES
+    np.testing.assert_allclose(found.rows_ND, ROWS, rtol=1e-6 if "NumPy" not in name else 1e-4)
+    assert is_table(path) or path.suffix in (".npz", ".safetensors")
+
+
+def test_columns_and_names_within_fields_can_be_chosen(tmp_path: Path) -> None:
+    pq.write_table(
+        pa.table({"id": ["x"] * 5, "sku": NAMES, "image": list(ROWS), "embedding": list(ROWS[::-1])}), tmp_path / "a.parquet"
+    )
+    found = read_vectors(tmp_path / "a.parquet", Columns("sku", "image"))
+    assert found.ids == NAMES and np.array_equal(found.rows_ND, ROWS)
+    assert column_names(tmp_path / "a.parquet") == ["id", "sku", "image", "embedding"]
+    points = _points(lambda row: {"text": row[::-1], "image": row})
+    dump = _json(tmp_path, {"result": {"points": points}})
+    refuses(r"item 0 has several vectors \(text, image\); choose one with --vector-name", read_vectors, dump)
+    assert np.array_equal(read_vectors(dump, Columns(vector="image")).rows_ND, ROWS)
+    for number, (point, name) in enumerate(zip(points, NAMES, strict=True)):
+        point |= {"id": number, "payload": {"sku": name}}
+    for path in (_json(tmp_path, {"result": {"points": points}}), _lines(tmp_path, list(points))):
+        found = read_vectors(path, Columns("sku", "image"))
+        assert found.ids == NAMES and np.array_equal(found.rows_ND, ROWS)
+        assert {"sku", "image"} <= set(choosable_names(path)), "misspelt names are refused"
+
+
+def _without_ids(here: Path) -> list[Path]:
+    vectors = [{"vector": row, "text": "a"} for row in ROWS.tolist()]
+    pq.write_table(pa.table({"text": ["a"] * 5, "embedding": list(ROWS)}), here / "a.parquet")
+    np.savez(here / "a.npz", embedding=ROWS)
+    np.save(here / "a.npy", ROWS)
+    save_file({"embedding": ROWS}, here / "a.safetensors")
+    (here / "a.csv").write_text("embedding\n" + "".join(f'"{row.tolist()}"\n' for row in ROWS))
+    (here / "clip" / "img_emb").mkdir(parents=True)
+    np.save(here / "clip" / "img_emb" / "img_emb_0.npy", ROWS)
+    files = (_json(here, {"objects": vectors}), _lines(here, list(vectors)), *here.glob("a.[pncs]*"), here / "clip")
+    return sorted(set(files))
+
+
+def test_files_without_ids_take_them_from_a_file(tmp_path: Path) -> None:
+    (tmp_path / "ids.txt").write_text("".join(f"{name}\n" for name in NAMES))
+    (tmp_path / "short.txt").write_text("a\n")
+    paths = _without_ids(tmp_path)
+    assert len(paths) == 8
+    for path in paths:
+        assert read_vectors(path, Columns(needs_ids=False)).ids is None, path
+        found = read_place(path, Reading(tmp_path / "ids.txt"))
+        assert found.ids == NAMES and np.allclose(found.rows_ND, ROWS), path
+        refuses(f"short.txt has 1 lines, but .*{path.name} has 5 rows", read_place, path, Reading(tmp_path / "short.txt"))
+
+
+def test_items_may_lack_embeddings_but_not_ids(tmp_path: Path) -> None:
+    items = [{"id": "a", "vector": [1.0, 2.0]}, {"vector": [1.0, 2.0]}]
+    with pytest.raises(XcompatError, match="item 1 of .* has no id; choose its field with --id-column"):
+        read_vectors(_json(tmp_path, items), Columns(needs_ids=False))
+    (tmp_path / "saved").mkdir()
+    pq.write_table(pa.table({"id": NAMES, "vector": list(ROWS)}), tmp_path / "saved" / "a.parquet")
+    pq.write_table(pa.table({"vector": list(ROWS)}), tmp_path / "saved" / "b.parquet")
+    refuses("only 5 of 10 rows from .*a.parquet on have an id", read_vectors, tmp_path / "saved", Columns(needs_ids=False))
+    lines = [*_batch(), {"custom_id": "f", "response": None, "error": {"code": "429"}}]
+    found = read_vectors(_lines(tmp_path, lines))
+    assert found.ids == [*NAMES, "f"] and np.isnan(found.rows_ND[5]).all() and np.isfinite(found.rows_ND[:5]).all()
+
+
+def test_other_ids_and_misspelt_names_are_refused(tmp_path: Path) -> None:
+    for name in FORMATS:
+        (tmp_path / name).mkdir()
+        path = write_format(name, tmp_path / name)
+        refuses("has ids of its own; remove --ids", read_place, path, Reading(tmp_path / "ids.txt"))
+        known = choosable_names(path)
+        for option, columns in (("--id-column", Columns(known[0] + "x")), ("--vector-name", Columns(vector=known[0] + "x"))):
+            with pytest.raises(XcompatError, match=f"{option} {known[0]}x: no such name in .*; did you mean '{known[0]}'"):
+                require_reading([path], Reading(columns=columns))
+        require_reading([path], Reading(columns=Columns(known[0], known[-1])))
+
+
+WRONG: dict[str, tuple[Write, str]] = {
+    "no JSON": (_to("a.json", lambda file: file.write_text("{")), "a.json line 1 is not JSON"),
+    "no items": (lambda here: _json(here, {"status": "ok"}), "holds no embeddings"),
+    "an odd name": (
+        lambda here: _json(here, {"hits": {"hits": [{"_id": "a", "_source": {"title": "t", "title_vector": [0.5, 1.0]}}]}}),
+        "a.json holds no embeddings; choose title_vector with --vector-name",
+    ),
+    "an odd name in a field": (
+        lambda here: _lines(here, [{"id": "a", "payload": {"body_vector": [0.5, 1.0], "image_vector": [1, 2]}}]),
+        "a.jsonl holds no embeddings; choose body_vector or image_vector with --vector-name",
+    ),
+    "no id": (lambda here: _json(here, [{"embedding": [1.0, 2.0]}]), "item 0 of .* has no id; choose its field with --id-column"),
+    "no numbers": (lambda here: _json(here, [{"id": "a", "vector": ["x"]}]), "item 0 holds no list of numbers"),
+    "a matrix": (lambda here: _json(here, [{"id": "a", "vector": [[1.0], [2.0]]}]), "holds an array of 2 dimensions"),
+    "a shortened vector": (
+        _to("a.csv", lambda file: file.write_text('id,embedding\na,"[0.1 0.2 ... 0.9]"\n')),
+        "row 0 of .*a.csv holds no vector .'.0.1 0.2 ... 0.9.'",
+    ),
+    "a CSV without vectors": (
+        _to("a.csv", lambda file: file.write_text("id,text\na,b\n")),
+        "no column 'embedding' .it has id, text.; choose one with --vector-name",
+    ),
+    "two matrices": (
+        _to("a.npz", lambda file: np.savez(file, x=ROWS, y=ROWS)),
+        "holds the matrices x, y; choose one with --vector-name",
+    ),
+    "objects in npz": (_to("a.npz", lambda file: np.savez(file, x=np.array([{}, 1]))), "cannot read .*a.npz"),
+    "splits": (
+        _to("d", lambda folder: datasets.DatasetDict(train=_dataset()).save_to_disk(folder)),
+        "holds the splits train; choose one",
+    ),
+}
+
+
+@pytest.mark.parametrize(("write", "said"), [*BAD.values(), *WRONG.values()], ids=[*BAD, *WRONG])
+def test_what_cannot_be_read_is_one_line(write: Write, said: str, tmp_path: Path) -> None:
+    refuses(said, read_vectors, write(tmp_path))

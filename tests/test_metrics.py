@@ -13,61 +13,19 @@ import torch
 from conftest import invoke, refuses, write_embeds
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_ranking import random_problem
 
 from xcompat.core.precision import ieee_products
 from xcompat.data import read_qrels
-from xcompat.evaluation import (
-    Difference,
-    PairedDifference,
-    bootstrap_interval,
-    class_embeddings,
-    first_hit_ranks,
-    graded,
-    graded_metrics,
-    graded_per_query,
-    intervals,
-    linear_cka,
-    negative_flip_rate,
-    paired_bootstrap,
-    queries_needed,
-    recall_at_k,
-    similarity,
-    zero_shot_accuracy,
-    zero_shot_ranks,
-)
-from xcompat.evaluation.cases import find_deciding_difference
-from xcompat.evaluation.scores import UNIT, ExactRows, rounding_error, tie_margin, to_float32
+from xcompat.evaluation import first_hit_ranks, graded, intervals, linear_cka, negative_flip_rate, recall_at_k, similarity
+from xcompat.evaluation.cases import Difference, find_deciding_difference
+from xcompat.evaluation.graded import graded_metrics, graded_per_query
+from xcompat.evaluation.intervals import PairedDifference, bootstrap_interval, paired_bootstrap, queries_needed
+from xcompat.evaluation.metrics import class_embeddings, zero_shot_accuracy, zero_shot_ranks
+from xcompat.evaluation.scores import UNIT, ExactRows, rounding_error, to_float32
 from xcompat.evaluation.verification import share_per_query
 from xcompat.report import load_report
 from xcompat.training.evaluate_command import evaluate_embeddings
-
-
-def random_problem(seed: int, n_queries: int, n_gallery: int, dim: int, n_ids: int) -> tuple:
-    generator = np.random.default_rng(seed)
-    return (
-        generator.normal(size=(n_queries, dim)).astype(np.float32),
-        generator.normal(size=(n_gallery, dim)).astype(np.float32),
-        generator.integers(n_ids, size=n_queries),
-        generator.integers(n_ids, size=n_gallery),
-    )
-
-
-@pytest.mark.parametrize(("copies", "one_by_one"), [(1, True), (40, False)])
-def test_scores_that_float32_cannot_tell_apart_are_ranked_exactly(copies: int, one_by_one: bool) -> None:
-    generator = np.random.default_rng(0)
-    queries = generator.normal(size=(30, 96))
-    positives = queries + generator.normal(size=queries.shape)
-    nearly = np.concatenate([positives + 1e-5 * generator.normal(size=queries.shape) for _ in range(copies)])
-    gallery = np.concatenate([positives, nearly, generator.normal(size=(400, 96))])
-    gallery_ids = np.concatenate([np.arange(30), np.arange(100, 100 + len(gallery) - 30)])
-    exact_QG, exact_GG = (ExactRows(rows, "rows", torch.device("cpu")).block(slice(None)) for rows in (queries, gallery))
-    scores = (exact_QG @ exact_GG.T).numpy()
-    best = np.diag(scores)[:, None]
-    close = np.abs(scores - best) < rounding_error(96) * UNIT
-    assert close.any(axis=1).all() and (close.mean() < 1 / 64) == one_by_one
-    expected = (scores >= best - tie_margin(96)).sum(axis=1) - 1
-    assert 0 < (expected > 0).sum() < 30 * (1 + (copies > 1)), "some twins must be above and some below"
-    assert first_hit_ranks(queries, gallery, np.arange(30), gallery_ids).tolist() == expected.tolist()
 
 
 @given(st.integers(0, 10_000), st.sampled_from([1, 3, 64, 777]), st.sampled_from(["highest", "medium"]))
@@ -159,7 +117,7 @@ def test_cka_equals_its_kernels_in_both_orders(seed: int, n: int, dim: int, othe
     assert linear_cka(x, y) == pytest.approx(linear_cka(y, x), abs=1e-9)
 
 
-def test_rotation_scale_and_shift_change_nothing() -> None:
+def test_cka_ignores_rotation_scale_shift_blocks_and_types(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     x, y = two_spaces(0, 50, 6, 4)
     rotation = np.linalg.qr(np.random.default_rng(1).normal(size=(6, 6)))[0]
     for moved in (x @ rotation, x * 1e-200, x * 1e300, x - 40):
@@ -167,9 +125,6 @@ def test_rotation_scale_and_shift_change_nothing() -> None:
         assert linear_cka(moved, x) == pytest.approx(1.0, rel=1e-9)
     stretched = x * np.arange(1, 7)
     assert linear_cka(stretched, x) < 0.99
-
-
-def test_blocks_dtypes_and_files_change_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     x, y = (rows.astype(np.float16) for rows in two_spaces(2, 40, 6, 4))
     expected = linear_cka(x.astype(np.float64), y.astype(np.float64))
     monkeypatch.setattr(similarity, "_ROWS", 7)
@@ -271,16 +226,13 @@ def test_ties_are_against_you_as_in_a_sorted_ranking(data: st.DataObject) -> Non
         assert values.tolist() == pytest.approx([each[metric] for each in expected], abs=1e-12)
 
 
-def test_what_cannot_be_used_is_named() -> None:
+def test_unusable_and_bad_judgements_are_named() -> None:
     queries, gallery, query_ids, gallery_ids = drawn(4, queries=4, items=5)
     qrels = {"q0": {"d1": 1, "gone": 2}, "q1": {"d2": 0}, "q2": {}, "stranger": {"d1": 1}}
     found = graded_per_query(queries, gallery, query_ids, gallery_ids, qrels)
     assert found.rows_J.tolist() == [0, 1]
     assert found.unusable == graded.UnusableIds(["q2", "q3"], ["q1"], ["stranger"], ["gone"])
     assert found.values["recall@10"].tolist() == [0.5, 0.0], "what is not in the gallery cannot be found, and counts"
-
-
-def test_bad_judgements_are_refused() -> None:
     queries, gallery, query_ids, gallery_ids = drawn(5, queries=3, items=4)
     for change, message in (
         ({"query_ids": ["q0", "q0", "q2"]}, "two rows have the id 'q0'"),
@@ -333,9 +285,6 @@ def test_judgements_are_read_as_trec_beir_and_mteb_write_them(tmp_path: Path) ->
     beir.write_text("query-id\tcorpus-id\tscore\n1\td1\t2\n2\td2\t-1\n")
     mteb.write_text('{"query-id": "1", "corpus-id": "d1", "score": 2}\n{"query-id": 2, "corpus-id": "d2", "score": -1}\n')
     assert read_qrels(trec) == read_qrels(beir) == read_qrels(mteb) == {"1": {"d1": 2.0}, "2": {"d2": -1.0}}
-
-
-def test_what_is_no_judgement_is_named(tmp_path: Path) -> None:
     for text, message in (
         ("q d 1\nq d\n", "line 2 is not a judgement"),
         ("q d nan\nq d inf\n", "line 2 is not a judgement"),

@@ -367,16 +367,13 @@ def test_ridge_is_least_squares_and_needs_pairs_that_differ(folder_of: dict[str,
     refuses("all equal", build("ridge", folder_of).fit, [(torch.ones(9, 16), torch.randn(9, 8))])
 
 
-def test_unknown_options_and_columns_are_refused(folder_of: dict[str, str]) -> None:
+def test_bad_options_columns_and_checkpoints_are_refused(folder_of: dict[str, str], tmp_path: Path) -> None:
     refuses("no option 'noise_sd'; did you mean 'noise_std'", xcompat.ProjectionConfig, noise_sd=0.1)
     refuses("QueryMapConfig has no shape 'resdual'; did you mean 'residual'", xcompat.QueryMapConfig, shape="resdual")
     with pytest.raises(TypeError, match="XbtModel has no column lables"):
         build("xbt", folder_of)(lables=LABELS)
     for model in (model for model in METHODS.values() if model.compares_with_old):
         refuses(r"Model needs an old model; pass old=load_embedder\(NAME\)", model.from_encoder, folder_of["clip"])
-
-
-def test_a_checkpoint_that_lost_weights_is_refused(folder_of: dict[str, str], tmp_path: Path) -> None:
     build("projection", folder_of).save_pretrained(tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
     weights.pop("projection.0.weight")

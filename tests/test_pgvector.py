@@ -7,15 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from conftest import refuses
 from postgres import stored, text
-from store_places import OLD, map_of_galleries, unit_vectors
+from store_places import OLD, map_of_galleries, solve_map, unit_vectors
 from test_stores import disturbed
 
 import xcompat.stores
 from xcompat import RidgeModel, XcompatError
-from xcompat.models import describe_old
 from xcompat.stores import Store, migration
 from xcompat.stores.base import LostConnectionError
 from xcompat.stores.mapping import Mapping
@@ -77,18 +75,11 @@ def test_the_new_space_gets_the_index_of_the_old_one(store: Store, database: Any
     assert migration.verify(store, Mapping(model)).passed
 
 
-def following(mapping: Mapping, vectors: np.ndarray) -> Mapping:
-    made, dim = mapping.target
-    config = RidgeModel.config_class(old=describe_old(made, dim), embedding_dim=OLD_DIM, direction="old_to_new")
-    pair = torch.from_numpy(vectors), torch.from_numpy(mapping(vectors))
-    return Mapping(RidgeModel(config).fit([pair]).eval())
-
-
 def test_migrations_build_indexes(store: Store, postgres: str, database: Any, model: RidgeModel, vectors: np.ndarray) -> None:
     """That of the first one is called by the name that the column has only while it is filled; what a kill left is built anew."""
     database.execute("CREATE INDEX ON items USING hnsw (embedding vector_cosine_ops)")
     mapping = Mapping(model)
-    for each in (mapping, following(mapping, vectors)):
+    for each in (mapping, Mapping(solve_map(mapping(vectors), vectors, mapping.target[0]))):
         store = opened(postgres)
         migration.start(store, each)
         assert [made.split("hnsw ")[1] for (made,) in database.execute(_APPROXIMATE).fetchall()] == [

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import Run
+from conftest import Run, refuses
 from postgres import text
 from store_places import OLD, map_of_galleries, unit_vectors
 from test_pgvector import opened
@@ -249,8 +249,7 @@ def test_obstacles_are_named_first(postgres: str, database: Any, mapping: Mappin
     store = opened(postgres)
     store.name_model("embedding", OLD)
     for verb in (migration.plan, migration.start):
-        with pytest.raises(XcompatError, match=said):
-            verb(store, mapping)
+        refuses(said, verb, store, mapping)
     assert store.record(migration.RECORD) is None and store.describe()["spaces"].keys() == {"embedding"}
 
 
@@ -259,13 +258,11 @@ def test_finish_refuses_while_an_index_is_missing(postgres: str, database: Any, 
     database.execute("CREATE INDEX by_meaning ON items USING hnsw (embedding vector_cosine_ops)")
     store = prepared(postgres, mapping)
     database.execute("CREATE INDEX later ON items USING ivfflat (embedding vector_cosine_ops) WITH (lists = 1)")
-    with pytest.raises(XcompatError, match=r"embedding_new in .* has no index later; run `xcompat migrate start` again"):
-        migration.switch(store, mapping)
+    refuses(r"embedding_new in .* has no index later; run `xcompat migrate start` again", migration.switch, store, mapping)
     migration.start(store, mapping)
     migration.switch(store, mapping)
     database.execute("DROP INDEX by_meaning")
-    with pytest.raises(XcompatError, match=r"embedding in .* lacks the index by_meaning_before of embedding_before; run"):
-        migration.finish(store)
+    refuses(r"embedding in .* lacks the index by_meaning_before of embedding_before; run", migration.finish, store)
     database.execute("CREATE INDEX by_meaning ON items USING hnsw (embedding vector_cosine_ops)")
     migration.finish(store)
 
@@ -278,8 +275,7 @@ def test_any_spelling_finds_tables_and_prints_no_password(postgres: str, databas
     names = ("Item", "%22Item%22", "ITEMS", "my-table", "Shop.Item", "item")
     found = {name: opened(postgres, table=name).count() for name in names}
     assert found == dict.fromkeys(found, N) | {"item": 0}, "a table in capitals is not one without"
-    with pytest.raises(XcompatError, match="there is no table 'itm'; "):
-        opened(postgres, table="itm")
+    refuses("there is no table 'itm'; ", opened, postgres, table="itm")
     for driver in ("postgresql+psycopg", "postgresql+asyncpg", "postgres+psycopg2"):
         assert opened(postgres.replace("postgresql", driver, 1)).count() == N
     assert opened(postgres, schema="public").count() == N, "as Prisma writes it"
@@ -287,9 +283,7 @@ def test_any_spelling_finds_tables_and_prints_no_password(postgres: str, databas
     starts = ("postgresql:/", "postgresql:///", "postgresql//", "postgresql:", "postgresql;//", "")
     more = [f"postgresql://{place}&pasword=hunter2", f"jdbc:postgresql://{place}", "host=127.0.0.1 user=me password=hunter2"]
     for uri in [*(start + secret for start in starts), "postgresql://me:hunter2@[::1]x:1/db?table=x", *more]:
-        with pytest.raises(XcompatError) as refusal:
-            xcompat.stores.open(uri)
-        assert "hunter2" not in str(refusal.value) and "\n" not in str(refusal.value), uri
+        assert "hunter2" not in refuses("", xcompat.stores.open, uri), uri
 
 
 def test_a_table_is_migrated_by_a_key_of_two_columns(postgres: str, database: Any, mapping: Mapping) -> None:
@@ -423,8 +417,7 @@ def test_the_model_of_all_rows_ends_with_the_switch(postgres: str, database: Any
     migration.start(store, Mapping(model))
     assert whole.find(vectors[:1], OLD, 1)[0][0].id in ("0", str(N))
     migration.switch(store, Mapping(model))
-    with pytest.raises(XcompatError, match="the model of embedding in .* is unknown"):
-        whole.find(vectors[:1], OLD, 1)
+    refuses("the model of embedding in .* is unknown", whole.find, vectors[:1], OLD, 1)
     migration.rollback(store)
     assert whole.spaces()["embedding"].fingerprint == store.spaces()["embedding"].fingerprint == OLD
 
@@ -445,8 +438,7 @@ def test_changed_rows_are_caught_up_or_left_out(store: Store, database: Any, mod
     database.execute("INSERT INTO items VALUES (1000, 'docs', %s)", (text(new),))
     database.execute("UPDATE items SET embedding = %s WHERE id = 6", (text(new),))
     database.execute("ALTER TABLE items ALTER COLUMN embedding SET NOT NULL")
-    with pytest.raises(XcompatError, match="is NOT NULL, but 2 rows changed after the switch .* run rollback again"):
-        migration.rollback(store)
+    refuses("is NOT NULL, but 2 rows changed after the switch .* run rollback again", migration.rollback, store)
     database.execute("ALTER TABLE items ALTER COLUMN embedding DROP NOT NULL")
     _, lost = migration.rollback(store)
     assert lost == 2 and {1000, 6} & stored(database).keys() == set()
@@ -488,13 +480,11 @@ def test_fixed_dimensions_are_refused_with_a_fix(postgres: str, database: Any, m
     store, mapping = xcompat.stores.open(f"{postgres}&table=items", DOCS), Mapping(model)
     store.name_model("embedding", OLD)
     for verb in (migration.plan, migration.start):
-        with pytest.raises(XcompatError, match="run ALTER TABLE public.items ALTER COLUMN embedding TYPE vector first") as raised:
-            verb(store, mapping)
+        line = refuses("run ALTER TABLE public.items ALTER COLUMN embedding TYPE vector first", verb, store, mapping)
     assert columns(database) == ["id", "collection", "embedding"] and store.record(migration.RECORD) is None
-    statement = str(raised.value).partition("run ")[2].partition(" first")[0]
+    statement = line.partition("run ")[2].partition(" first")[0]
     database.execute(statement)
-    with pytest.raises(XcompatError, match="has float32 numbers, which --where cannot change; set --dtype float32"):
-        migration.plan(store, mapping, "float16")
+    refuses("has float32 numbers, which --where cannot change; set --dtype float32", migration.plan, store, mapping, "float16")
     migration.start(store, mapping)
     migration.switch(store, mapping)
     assert_equal(stored(database), mapping(vectors))
@@ -506,8 +496,7 @@ def test_small_indexes_are_named(store: Store, database: Any, model: RidgeModel)
     migration.start(store, Mapping(model))
     migration.rollback(store)
     database.execute(index.format(OLD_DIM, "docs"))
-    with pytest.raises(XcompatError, match="expected 3 dimensions, not 5: these rows cannot hold .*; drop the index"):
-        migration.plan(store, Mapping(model))
+    refuses("expected 3 dimensions, not 5: these rows cannot hold .*; drop the index", migration.plan, store, Mapping(model))
 
 
 def test_a_killed_switch_is_done_by_calling_it_again(

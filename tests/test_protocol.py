@@ -12,27 +12,13 @@ from conftest import refuses
 from numpy.typing import NDArray
 
 from xcompat import Fingerprint, XcompatError
-from xcompat.evaluation import (
-    EmbeddedImages,
-    EmbeddedPairs,
-    EmbeddedTexts,
-    EvaluatedModels,
-    EvaluationOptions,
-    ZeroShot,
-    bootstrap_interval,
-    class_embeddings,
-    cmc,
-    evaluate,
-    first_hit_ranks,
-    negative_flip_rate,
-    paired_bootstrap,
-    recall_at_k,
-    zero_shot_accuracy,
-)
+from xcompat.evaluation import EmbeddedPairs, EmbeddedTexts, EvaluatedModels, EvaluationOptions, ZeroShot, evaluate
 from xcompat.evaluation.cases import FLIP_METRIC, Threshold, failed_comparisons
-from xcompat.evaluation.embedded_images import LearnedItems
+from xcompat.evaluation.embedded_images import EmbeddedImages, LearnedItems
+from xcompat.evaluation.intervals import bootstrap_interval, paired_bootstrap
 from xcompat.evaluation.labelled import Items, LabelledPairs
-from xcompat.evaluation.ranking import rank
+from xcompat.evaluation.metrics import class_embeddings, first_hit_ranks, negative_flip_rate, recall_at_k, zero_shot_accuracy
+from xcompat.evaluation.ranking import cmc, rank
 from xcompat.evaluation.reranked import find_first_hits, rerank
 from xcompat.mapping import PairedEmbeddings, choose
 from xcompat.mapping.choice_report import as_json

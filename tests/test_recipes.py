@@ -17,7 +17,7 @@ import pytest
 import warm
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
-from conftest import invoke, recipe_of
+from conftest import invoke, recipe_of, refuses
 from data_layouts import make_all
 from data_layouts.bench import make_bench
 from schedule import mostly_nightly
@@ -306,8 +306,7 @@ UNKNOWN_VGG = {"model_type": "timm_wrapper", "architecture": "vgg13_bm"}
 )
 def test_a_dry_run_finds_what_would_stop_the_real_one(changes: dict[str, object], message: str) -> None:
     raw = {"method": "projection", "old": "some/old", "new": "some/new", "data": {"texts": [{"path": "some/texts"}]}}
-    with pytest.raises(XcompatError, match=message):
-        dry_run_recipe(recipe_of(raw, **changes))
+    refuses(message, dry_run_recipe, recipe_of(raw, **changes))
 
 
 LAYERS = [{"name": name, "options": {"input": name}} for name in ("embedding", "penultimate")]
@@ -374,8 +373,7 @@ def test_recipes_are_listed_shown_and_copied_over_nothing(tmp_path: Path, monkey
     theirs = Path("theirs/clip/l14_to_h14.yaml")
     theirs.parent.mkdir(parents=True)
     theirs.write_text("mine: true\n")
-    with pytest.raises(XcompatError, match=f"{theirs} already exists; choose another folder with --to"):
-        invoke("recipes", "clip", "--to", "theirs")
+    refuses(f"{theirs} already exists; choose another folder with --to", invoke, "recipes", "clip", "--to", "theirs")
     assert theirs.read_text() == "mine: true\n" and list(theirs.parent.iterdir()) == [theirs]
 
 
@@ -383,17 +381,14 @@ def test_a_recipe_is_found_by_what_people_type(tmp_path: Path, monkeypatch: pyte
     for name in ("clip/b32_to_l14", "./recipes/clip/b32_to_l14.yaml", "b32_to_l14"):
         assert list(find_recipes(name)) == ["clip/b32_to_l14"]
     assert list(find_recipes("recipes/clip")) == ["clip/b32_to_h14", "clip/b32_to_l14", "clip/l14_to_h14"]
-    with pytest.raises(XcompatError, match="xcompat has no recipe 'clip/b32_l14'; did you mean 'clip/b32_to_l14'"):
-        find_recipes("clip/b32_l14")
+    refuses("xcompat has no recipe 'clip/b32_l14'; did you mean 'clip/b32_to_l14'", find_recipes, "clip/b32_l14")
     for folder in ("one", "other"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "same.yaml").write_text("# Twice.\n")
     with monkeypatch.context() as patch:
         patch.setattr("xcompat.training.shipped.PLACES", (tmp_path / "nowhere", tmp_path))
         assert list(shipped_recipes()) == ["one/same", "other/same"]
-        with pytest.raises(XcompatError, match="several recipes are named same: one/same, other/same"):
-            find_recipes("same")
+        refuses("several recipes are named same: one/same, other/same", find_recipes, "same")
     monkeypatch.chdir(tmp_path)
     for meant in ("recipes/clip/b32_to_l14.yaml", "b32_to_l14"):
-        with pytest.raises(XcompatError, match="copy xcompat's recipe with `xcompat recipes clip/b32_to_l14 --to recipes`"):
-            load_recipe(meant)
+        refuses("copy xcompat's recipe with `xcompat recipes clip/b32_to_l14 --to recipes`", load_recipe, meant)

@@ -17,14 +17,14 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from conftest import raw_recipe, recipe_of, refusing
+from conftest import raw_recipe, recipe_of, refuses
 from datasets import Features, Value
 from PIL import Image
 from schedule import mostly_nightly, mostly_nightly_rows
 from transformers import AutoModel, AutoTokenizer, CLIPModel, TrainerCallback, TrainingArguments
 
 from xcompat.core.checksums import CHECKSUMS
-from xcompat.core.errors import TrainingDivergedError, XcompatError
+from xcompat.core.errors import TrainingDivergedError
 from xcompat.data import load_pairs
 from xcompat.embeddings.cache import EmbeddingCache
 from xcompat.encoders.base import Encoder
@@ -108,8 +108,7 @@ def test_a_folder_is_continued_by_its_own_recipe_alone(raw: dict[str, Any], tmp_
     assert written["options"]["noise_std"] == 0.05, "what is not given is recorded too"
 
     def refuse(key: str, **changes: Any) -> None:
-        with pytest.raises(XcompatError, match=f"a recipe with another {key}; choose another output_dir"):
-            run_recipe(recipe_of(raw, **changes))
+        refuses(f"a recipe with another {key}; choose another output_dir", run_recipe, recipe_of(raw, **changes))
 
     refuse("training.learning_rate", training={**raw["training"], "learning_rate": 2e-3})
     refuse("seed", seed=1)
@@ -130,8 +129,7 @@ def test_later_folders_and_test_sets_are_looked_at_first(raw: dict[str, Any], mo
     recipe = recipe_of(raw)
     later = recipe.stages[-1]
     write_recipe(recipe.stage_dir(later.name), dump_settings(later, seed=7))
-    with pytest.raises(XcompatError, match=f"{later.name} was made by a recipe with another seed"):
-        run_recipe(recipe)
+    refuses(f"{later.name} was made by a recipe with another seed", run_recipe, recipe)
     assert not recipe.stage_dir(recipe.stages[0].name).exists()
     read, load = [], test_data_module.load_pair_test_set
     monkeypatch.setattr(test_data_module, "load_pair_test_set", lambda *given: read.append(given) or load(*given))
@@ -164,8 +162,7 @@ def test_a_finished_run_needs_its_data_no_more(raw: dict[str, Any], pairs_folder
     run_recipe(recipe_of(raw, **changes, evaluation={"resamples": 200}))
     shutil.rmtree(tmp_path / "test")
     run_recipe(recipe_of(raw, **changes, evaluation={"resamples": 200}))
-    with pytest.raises(XcompatError, match=r"data\.test\.path: .*test does not exist"):
-        run_recipe(recipe_of(raw, **changes))
+    refuses(r"data\.test\.path: .*test does not exist", run_recipe, recipe_of(raw, **changes))
 
 
 @pytest.mark.parametrize(
@@ -174,17 +171,9 @@ def test_a_finished_run_needs_its_data_no_more(raw: dict[str, Any], pairs_folder
         ("data.texts", [{"path": "TMP/txets/*.txt.gz"}]),
         ("data.texts", [{"path": "TMP/texts/{000..001}.txt.gz"}]),
         ("data.pairs", {"path": "photos/trian"}),
-        ("data.images", {"path": "photos/trian"}),
         ("data.images", {"path": "photos/train", "classes": "photos/clases.txt"}),
-        ("data.test", {"path": "photos/trian"}),
-        ("data.queries", {"path": "photos/trian"}),
-        ("data.gallery", {"path": "photos/trian"}),
         ("data.test_subset", {"classes": "photos/clases.txt"}),
-        ("data.zero_shot", {"images": {"path": "photos/trian"}, "classes": "photos/classes.txt"}),
-        ("data.zero_shot", {"images": {"path": "photos/train"}, "classes": "photos/clases.txt"}),
         ("old", "photos/trian"),
-        ("new", {"name": "photos/trian"}),
-        ("independent", "photos/trian"),
         ("side_info", "~/no/such/model"),
         ("new_side_info", "photos/train"),
         ("old", "photos/rows_alone"),
@@ -205,7 +194,7 @@ def test_wrong_paths_stop(key: str, value: Any, raw: dict[str, Any], tmp_path: P
     value = json.loads(json.dumps(value).replace("TMP", str(tmp_path)))
     last = raw["stages"][1]
     if key.startswith("data."):
-        beside = {"queries": {"path": "photos/train"}} if key in ("data.gallery", "data.test_subset") else {}
+        beside = {"queries": {"path": "photos/train"}} if key == "data.test_subset" else {}
         last["data"] = {**beside, key.removeprefix("data."): value}
         if key == "data.images":
             last |= {"method": "bct", "projection": None, "options": {}, "data": last["data"] | {"pairs": None}}
@@ -215,9 +204,8 @@ def test_wrong_paths_stop(key: str, value: Any, raw: dict[str, Any], tmp_path: P
         last[key] = value
     before = set(tmp_path.rglob("*"))
     for check in (run_recipe, embed_recipe):  # a dry run lists them: tests/test_recipe.py
-        with pytest.raises(XcompatError, match=MISTYPED.get(str(value), "did you mean|there is no 001.txt.gz in")) as refusal:
-            check(recipe_of(raw))
-        assert f"pair: {key}" in str(refusal.value)
+        line = refuses(MISTYPED.get(str(value), "did you mean|there is no 001.txt.gz in"), check, recipe_of(raw))
+        assert f"pair: {key}" in line
     assert set(tmp_path.rglob("*")) == before
 
 
@@ -275,8 +263,7 @@ def test_every_test_set_is_read_before_the_first_stage_is_trained(
     raw["evaluation"] = {"resamples": 100, "examples": 0}  # templates have none, and here no gallery
     raw["stages"][1]["data"] = data
     for check in (run_recipe, embed_recipe):
-        with refusing(f"pair: {message}"):
-            check(recipe_of(raw))
+        refuses(f"pair: {message}", check, recipe_of(raw))
     assert not (tmp_path / "run").exists() and not (tmp_path / "cache").exists()
 
 
@@ -291,9 +278,7 @@ def test_a_finished_folder_that_was_damaged(raw: dict[str, Any], tmp_path: Path)
             if name == "evaluated.json":
                 assert not StageRun(recipe, recipe.stages[0]).is_finished, "it is judged anew"
                 continue
-            with pytest.raises(XcompatError, match="recipe|done.json") as refusal:
-                run_recipe(recipe)
-            assert "\n" not in str(refusal.value) and "delete" in str(refusal.value)
+            assert "delete" in refuses("recipe|done.json", run_recipe, recipe)
         file.write_bytes(whole)
     assert StageRun(recipe, recipe.stages[0]).is_finished
     report = tmp_path / "run" / "report" / "report.json"
@@ -303,8 +288,7 @@ def test_a_finished_folder_that_was_damaged(raw: dict[str, Any], tmp_path: Path)
     assert json.loads(report.read_text())["cases"] == before, "what was deleted is made again"
     weights = tmp_path / "run" / "model" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"\7")
-    with pytest.raises(XcompatError, match="have changed since training; restore them, or delete .* to train again"):
-        run_recipe(recipe)
+    refuses("have changed since training; restore them, or delete .* to train again", run_recipe, recipe)
 
 
 @pytest.mark.parametrize("compared", mostly_nightly([["phi"], []], bool))
@@ -313,8 +297,7 @@ def test_a_retrained_stage_is_not_mixed_with_its_results(raw: dict[str, Any], tm
     run_recipe(recipe_of(raw))
     shutil.rmtree(tmp_path / "run" / "phi")
     raw["stages"][0]["options"] = {"noise_std": 0.3}
-    with pytest.raises(XcompatError, match="pair was made from a phi that has since been trained again; delete .*pair"):
-        run_recipe(recipe_of(raw))
+    refuses("pair was made from a phi that has since been trained again; delete .*pair", run_recipe, recipe_of(raw))
     old_report = load_report(tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "pair")
     run_recipe(recipe_of(raw))
@@ -341,8 +324,7 @@ def test_a_deleted_map_of_galleries_is_solved_again(raw: dict[str, Any], folder_
 )
 def test_foreign_phi_is_refused(role: str, other: str, message: str, raw: dict[str, Any], folder_of: dict[str, str]) -> None:
     raw["stages"][1][role] = folder_of[other]
-    with pytest.raises(XcompatError, match=message):
-        run_recipe(recipe_of(raw))
+    refuses(message, run_recipe, recipe_of(raw))
 
 
 class _Killed(TrainerCallback):
@@ -444,12 +426,10 @@ def test_long_curves_are_thinned_and_damaged_records_refused(tmp_path: Path) -> 
     assert len(points) == 834 and points[-1] == (2501, 250.1, 1 / 2501, 0.1)
     assert {now.step - before.step for before, now in pairwise(points)} == {3}
     (tmp_path / LOG).write_text('[{"loss": 1.0, "step": "soon"}]')
-    with pytest.raises(XcompatError, match="is damaged .*; delete it to continue without a curve"):
-        logged_losses(tmp_path)
+    refuses("is damaged .*; delete it to continue without a curve", logged_losses, tmp_path)
     assert logged_losses(tmp_path / "solved") == [] and cost_of(tmp_path) is None
     (tmp_path / "cost.json").write_text('{"samples": "many"}')
-    with pytest.raises(XcompatError, match="is damaged .*; delete it to continue without costs"):
-        cost_of(tmp_path)
+    refuses("is damaged .*; delete it to continue without costs", cost_of, tmp_path)
 
 
 @pytest.mark.parametrize("saved_by", ["steps", "epoch"])
@@ -567,8 +547,7 @@ def test_mistakes_of_a_later_stage_stop_before_an_earlier_one_is_trained(
     if changes.get("data", {}).get("pairs"):
         changes["data"]["pairs"]["path"] = pairs_folder
     phi, pair = raw["stages"]
-    with pytest.raises(XcompatError, match=message):
-        run_recipe(recipe_of(raw, stages=[phi, pair | changes | {"name": "later"}]))
+    refuses(message, run_recipe, recipe_of(raw, stages=[phi, pair | changes | {"name": "later"}]))
 
 
 def test_what_can_be_trained_with_passes_the_trial(raw: dict[str, Any], tmp_path: Path) -> None:

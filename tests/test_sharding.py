@@ -16,7 +16,7 @@ import torch.distributed as dist
 import warm
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
-from conftest import TEXTS, recipe_of
+from conftest import TEXTS, recipe_of, refuses
 from schedule import mostly_nightly
 from test_distributed import join_group
 from test_labelled_run import write_classes
@@ -277,8 +277,7 @@ def triplets_of(photos: str, batch: int, **data: Any) -> dict[str, Any]:
 def test_batches_that_classes_do_not_fill_are_refused(photos: str, image_folder_of: dict[str, str], tmp_path: Path) -> None:
     for batch, each in ((30, 4), (4, 4), (8, 6)):
         said = f"{each} images .data.samples_per_class. of two .*batch_size is {batch}; set it to a multiple of {each}, at least"
-        with pytest.raises(XcompatError, match=said):
-            recipe_of(triplets_of(photos, batch, samples_per_class=each))
+        refuses(said, recipe_of, triplets_of(photos, batch, samples_per_class=each))
     with pytest.raises(XcompatError, match="classes_per_batch=8 exceeds the 4 classes"):
         learn(photos, image_folder_of["resnet"], tmp_path, per_device_train_batch_size=16)
     other_head = triplets_of(photos, 30) | {"options": {"head": "softmax"}}

@@ -14,11 +14,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from conftest import refusing
+from conftest import refuses
 from PIL import Image
 from schedule import mostly_nightly, mostly_nightly_rows
-from store_places import OLD, PLACES, READABLE, Place, map_of_galleries, unit_vectors
+from store_places import OLD, PLACES, READABLE, Place, map_of_galleries, solve_map, unit_vectors
 from typer.testing import CliRunner
 
 import xcompat.stores
@@ -26,7 +25,6 @@ from xcompat import Fingerprint, FingerprintMismatchError, RidgeModel, XcompatEr
 from xcompat.cli import app
 from xcompat.embeddings.embed import Contents, embed_contents
 from xcompat.encoders.standins import save_stand_in
-from xcompat.models import describe_old
 from xcompat.models.embedder import load_embedder
 from xcompat.retrieval.originals import load_originals
 from xcompat.retrieval.reranking import Reranker
@@ -183,8 +181,7 @@ def test_a_migration(store: Store, place: Place, model: RidgeModel, vectors: np.
     migration.finish(place.open())
     store = place.open()
     assert store.describe()["spaces"] == {place.finished(space): NEW_DIM} and store.count() == N
-    with pytest.raises(XcompatError, match="has no migration"):
-        migration.status(store)
+    refuses("has no migration", migration.status, store)
 
 
 def test_rows_changed_meanwhile_are_caught_up(store: Store, place: Place, model: RidgeModel, vectors: np.ndarray) -> None:
@@ -254,8 +251,7 @@ def test_switch_needs_start_and_verify(
             migration.start(store, mapping, place.into)
     store = place.open()
     assert not migration.verify(store, mapping).passed, "nothing is missing, but start has not ended"
-    with pytest.raises(XcompatError, match=r"start of .* is not finished; run `xcompat migrate start` again, then `verify`"):
-        migration.switch(store, mapping)
+    refuses(r"start of .* is not finished; run `xcompat migrate start` again, then `verify`", migration.switch, store, mapping)
     migration.start(store, mapping)
     spoiled = place.vectors(place.into)["5"]
     place.spoil(place.into, "5", -spoiled)
@@ -263,8 +259,7 @@ def test_switch_needs_start_and_verify(
         migration.switch(store, mapping)
     assert migration.verify(store, mapping, queries=N).wrong == 1 and not commands.verify(store, mapping)["passed"]
     assert "stored vectors do not match their rows; run rollback, then start again" in " ".join(capsys.readouterr().out.split())
-    with pytest.raises(XcompatError, match="failed verification"):
-        migration.switch(store, mapping)
+    refuses("failed verification", migration.switch, store, mapping)
     place.spoil(place.into, "5", spoiled)
     place.put("5000", unit_vectors(2, OLD_DIM)[1])
     checked = migration.verify(store, mapping)
@@ -363,8 +358,7 @@ def test_one_migration_at_once_and_its_rollback_change_nothing(store: Store, pla
     with store.migration_lease(), pytest.raises(XcompatError, match="another"):
         migration.start(xcompat.stores.open(place.uri()), Mapping(model), place.into)
     migration.start(store, Mapping(model), place.into)
-    with pytest.raises(XcompatError, match=f"is being migrated into {place.into}, not other"):
-        migration.start(store, Mapping(model), "other")
+    refuses(f"is being migrated into {place.into}, not other", migration.start, store, Mapping(model), "other")
     migration.rollback(store)
     assert place.everything() == before
 
@@ -416,8 +410,7 @@ def test_rows_are_re_embedded(place: Place, vectors: np.ndarray, folder_of: dict
     assert migration.verify(store, filling).passed
     place.note("7", None)
     place.put("7", vectors[30])
-    with pytest.raises(XcompatError, match="^1 rows of .* have no new vector; fix or delete them"):
-        migration.switch(store, filling)
+    refuses("^1 rows of .* have no new vector; fix or delete them", migration.switch, store, filling)
     place.note("7", abouts[7])
     migration.switch(store, filling)
     batch = {"pixel_values": embedder.processor.images(images)} if folder else embedder.processor.texts(abouts)
@@ -565,17 +558,13 @@ def test_padded_vectors_are_mapped(place: Place, vectors: np.ndarray, capsys: py
 
 def test_impossible_migrations_change_nothing(store: Store, place: Place, model: RidgeModel, vectors: np.ndarray) -> None:
     before = place.everything()
-    config = RidgeModel.config_class(old=describe_old(Fingerprint.from_string("another"), OLD_DIM), embedding_dim=OLD_DIM)
-    stranger = RidgeModel(config).fit([(torch.from_numpy(vectors), torch.from_numpy(vectors))]).eval()
-    with pytest.raises(XcompatError, match="maps queries, so the store stays as it is"):
-        Mapping(stranger)
+    stranger = solve_map(vectors, vectors, Fingerprint.from_string("another"), "new_to_old")
+    refuses("maps queries, so the store stays as it is", Mapping, stranger)
     stranger.config.direction, stranger.maps_galleries = "old_to_new", True
     with pytest.raises(FingerprintMismatchError, match="has vectors of the old model@.*, but the map is for another@"):
         migration.start(store, Mapping(stranger), place.into)
-    with pytest.raises(XcompatError, match=f"already has a space '{store.space}'"):
-        migration.start(store, Mapping(model), store.space)
-    with pytest.raises(XcompatError, match="queries have 3 dimensions"):
-        store.search(np.ones((1, 3)))
+    refuses(f"already has a space '{store.space}'", migration.start, store, Mapping(model), store.space)
+    refuses("queries have 3 dimensions", store.search, np.ones((1, 3)))
     assert place.everything() == before
 
 
@@ -585,8 +574,7 @@ def test_inner_products_of_other_lengths_are_not_migrated(place: Place, model: R
     place.fill(np.concatenate([vectors[:3], 2 * vectors[3:4], vectors[4:]]), "ip")
     store = place.open(metric="ip")
     store.name_model(store.space, OLD)
-    with pytest.raises(XcompatError, match="the vector of '3' has length 2"):
-        migration.start(store, Mapping(model), place.into)
+    refuses("the vector of '3' has length 2", migration.start, store, Mapping(model), place.into)
 
 
 def test_a_model_embeds_what_its_towers_are_for(image_folder_of: dict[str, str]) -> None:
@@ -603,8 +591,7 @@ def test_service_search(store: Store, place: Place, vectors: np.ndarray, tmp_pat
     turn = np.linalg.qr(np.random.default_rng(3).standard_normal((OLD_DIM, OLD_DIM)))[0].astype(np.float32)
     np.save("turned.npy", vectors @ turn)
     Path("turned_rows.py").write_text("import numpy as np\nembed = lambda texts: np.load('turned.npy')[list(map(int, texts))]\n")
-    config = RidgeModel.config_class(old=describe_old(OLD, OLD_DIM), embedding_dim=OLD_DIM)
-    RidgeModel(config).fit([(torch.from_numpy(vectors @ turn), torch.from_numpy(vectors))]).save_pretrained("map")
+    solve_map(vectors, vectors @ turn, OLD, "new_to_old").save_pretrained("map")
     place.close()
     given = ["--model", "map", "--embed-with", "turned_rows:embed", "--top-k", "1", "--show", "price"]
     found = said("gallery", "search", place.uri(), "17", *given)
@@ -626,8 +613,7 @@ def test_an_address_is_shown_without_what_is_secret() -> None:
         "chroma://host:99999/?collection=x": "address has an invalid port",
         "qdrant://host:a/x": "address has an invalid port",
     }.items():
-        with refusing(said):
-            xcompat.stores.open(wrong)
+        refuses(said, xcompat.stores.open, wrong)
     servers = ("postgresql://a:1,[::1]:2/x", "postgresql://me@a/x?user=me@x", "lancedb+s3://bucket/a@b")
     for fine in (*servers, "file:///home/me@work:2/g", "chroma:///c#@"):
         assert split(fine).scheme in fine

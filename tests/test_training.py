@@ -16,7 +16,7 @@ import torch.distributed as dist
 import warm
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
-from conftest import recipe_of, unit
+from conftest import recipe_of, refuses, unit
 from schedule import METHOD_OF_EACH_KIND, mostly_nightly
 from timm.layers import BatchNormAct2d
 from torch import Tensor, nn
@@ -197,21 +197,16 @@ def recipe(**changed: Any) -> Any:
 
 def test_mini_batches_are_refused_where_losses_read_more(folder_of: dict[str, str]) -> None:
     assert recipe().mini_batch_size == 16
-    with pytest.raises(XcompatError, match=r"mini_batch_size 24 does not divide .*per_device_train_batch_size 64"):
-        recipe(mini_batch_size=24)
+    refuses(r"mini_batch_size 24 does not divide .*per_device_train_batch_size 64", recipe, mini_batch_size=24)
     for method in ("bct", "ridge", "fct", "simclr"):
-        with pytest.raises(XcompatError, match=f"the loss of method {method} reads more than embeddings"):
-            recipe(method=method)
+        refuses(f"the loss of method {method} reads more than embeddings", recipe, method=method)
     images = {"images": {"path": "photos"}}
-    with pytest.raises(XcompatError, match="method independent on classes reads more than embeddings"):
-        recipe(method="independent", data=images)
+    refuses("method independent on classes reads more than embeddings", recipe, method="independent", data=images)
     assert recipe(method="query_map", data=images).mini_batch_size == 16
-    with pytest.raises(XcompatError, match="mini_batch_size"):
-        recipe(mini_batch_size=0)
+    refuses("mini_batch_size", recipe, mini_batch_size=0)
     plain = SimpleNamespace(distributed_type=DistributedType.NO)
     model = build("rbt", folder_of["clip"])
-    with pytest.raises(XcompatError, match=r"mini_batch_size: blocks\.\S+ normalises over the batch"):
-        check_mini_batches(model, plain)  # type: ignore[arg-type]
+    refuses(r"mini_batch_size: blocks\.\S+ normalises over the batch", check_mini_batches, model, plain)
     check_mini_batches(model.eval(), plain)  # type: ignore[arg-type]  # statistics that stay are constants
     model = build("xbt", folder_of["clip"])
     check_mini_batches(model, plain)  # type: ignore[arg-type]
@@ -326,8 +321,7 @@ def test_gpus_share_statistics_by_default_for_simclr(
     method: type[CompatModel], wanted: bool | None, processes: int, device: torch.device, synced: bool
 ) -> None:
     assert syncs_batch_norms(method, wanted, processes, device) is synced
-    with pytest.raises(XcompatError, match="sync_batch_norm: .* not between 2 processes on cpu; set it to false"):
-        syncs_batch_norms(SimClrModel, True, 2, CPU)
+    refuses("sync_batch_norm: .* not between 2 processes on cpu; set it to false", syncs_batch_norms, SimClrModel, True, 2, CPU)
 
 
 def test_converted_norms_keep_weights_names_and_embeddings(image_folder_of: dict[str, str]) -> None:

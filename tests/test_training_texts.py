@@ -15,7 +15,7 @@ import pandas as pd
 import pytest
 import torch
 from accelerate import Accelerator
-from conftest import raw_recipe, recipe_of, refusing, unit
+from conftest import raw_recipe, recipe_of, refuses, unit
 from hypothesis import given
 from hypothesis import strategies as st
 from test_training import assert_equal_gradients, gradients, naive_clip_loss
@@ -72,8 +72,7 @@ def test_pairs_are_read_with_their_negatives(pairs_file: str, capsys: pytest.Cap
 def test_what_is_no_pair_is_refused(pairs_file: str, columns: dict[str, str], message: str) -> None:
     with Path(pairs_file).open("a") as file:
         file.write(json.dumps(ROWS[0] | {"about": None}) + "\n")
-    with pytest.raises(XcompatError, match=message):
-        load_text_pairs(TextPairSource(path=pairs_file, **columns))
+    refuses(message, load_text_pairs, TextPairSource(path=pairs_file, **columns))
 
 
 def test_draws_depend_on_seed_epoch_and_index_alone(pairs_file: str) -> None:
@@ -97,8 +96,7 @@ def test_false_negatives_are_masked_and_mined_ones_counted(folder_of: dict[str, 
     plain = clip_contrastive_loss(queries, passages, 5.0)
     torch.testing.assert_close(clip_contrastive_loss(queries, passages, 5.0, torch.arange(6)), plain)
     model = build("independent", folder_of["siglip"])
-    with pytest.raises(XcompatError, match="SigLIP's loss needs images with texts"):
-        model(**batch_for(model, pairs_file), return_loss=True)
+    refuses("SigLIP's loss needs images with texts", model, **batch_for(model, pairs_file), return_loss=True)
 
 
 def build(method: str, folder: str) -> CompatModel:
@@ -287,8 +285,7 @@ def test_the_cache_is_reused_until_a_file_changes(tmp_path: Path, monkeypatch: p
 )
 def test_bad_input_is_one_line(tmp_path: Path, name: str, content: bytes, message: str) -> None:
     (tmp_path / name).write_bytes(content)
-    with refusing(message):
-        load_texts(str(tmp_path / name))
+    refuses(message, load_texts, str(tmp_path / name))
     assert not list((tmp_path / "hf_cache").rglob("*.arrow"))
 
 
@@ -301,12 +298,9 @@ def test_missing_files_columns_and_folders(tmp_path: Path) -> None:
         "did you mean 'title'": CorpusSource(path=str(tmp_path / "a.jsonl"), text_column="titel"),
     }
     for message, source in cases.items():
-        with pytest.raises(XcompatError, match=message):
-            load_texts(source)
-    with pytest.raises(XcompatError, match="empty corpus.*no sources"):
-        load_texts([])
-    with pytest.raises(XcompatError, match=r"none of 1 texts is left \(1 excluded\)"):
-        load_texts(str(tmp_path / "a.jsonl"), exclude=["A"])
+        refuses(message, load_texts, source)
+    refuses("empty corpus.*no sources", load_texts, [])
+    refuses(r"none of 1 texts is left \(1 excluded\)", load_texts, str(tmp_path / "a.jsonl"), exclude=["A"])
 
 
 @given(st.lists(st.lists(st.integers(0, 30), max_size=20), max_size=12))

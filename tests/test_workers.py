@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 import torch
 import warm
-from conftest import write_photos
+from conftest import refuses, write_photos
 from store_places import OLD, PLACES, map_of_galleries, unit_vectors
 from test_stores import filled
 from threadpoolctl import threadpool_info, threadpool_limits
@@ -200,8 +200,7 @@ def test_few_blocks_are_under_way_in_order_until_one_is_refused(model: str, two_
         assert given == 30
     cloudpickle = pytest.importorskip("ray").cloudpickle
     cloudpickle.register_pickle_by_value(sys.modules[refusing.__module__])
-    with pytest.raises(XcompatError, match="^three is not mapped$"):
-        list(two_workers(refusing, None, ((number, number) for number in range(9))))
+    refuses("^three is not mapped$", list, two_workers(refusing, None, ((number, number) for number in range(9))))
 
 
 def refusing(model: object, block: int) -> int:
@@ -216,12 +215,10 @@ def test_a_worker_refuses_a_model_that_is_another_or_not_there(tmp_path: Path, v
     map_of_galleries(vectors, NEW_DIM).save_pretrained(name)
     began = NamedModel.from_loaded(str(name), load_checkpoint(str(name)))
     map_of_galleries(vectors[:100], NEW_DIM).save_pretrained(name)
-    with pytest.raises(XcompatError, match="is .* on this worker, expected "):
-        unwrap(_Worker(began).make(refusing, 0))
+    refuses("is .* on this worker, expected ", unwrap, _Worker(began).make(refusing, 0))
     shutil.rmtree(name)
     models._load.cache_clear()
-    with pytest.raises(XcompatError, match=re.escape(str(name))):
-        unwrap(_Worker(began).make(refusing, 0))
+    refuses(re.escape(str(name)), unwrap, _Worker(began).make(refusing, 0))
 
 
 @pytest.mark.parametrize("verb", [("gallery", "upgrade"), ("migrate", "start")])
