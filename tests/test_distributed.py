@@ -101,17 +101,13 @@ def write_labelled(folder: Path) -> str:
     return str(folder / "train")
 
 
-def write_text_pairs(file: Path) -> str:
-    """Write queries of which several have the same passage, and mined negatives that are others' passages."""
-    rows = [{"query": f"is it {n}", "passage": f"{n % 9} it is", "negatives": [f"{(n + 1) % 9} it is"]} for n in range(PAIRS)]
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(file)
-
-
 def recipe(folder: Path, old: str, new: str) -> dict[str, Any]:
     (folder / "texts.txt").write_text("\n".join(f"dog {number}" for number in range(60)) + "\n")
     pair: dict[str, Any] = {"method": "xbt", "projection": "stage:phi", "options": LORA, "evaluation": None}
-    source = {"path": write_text_pairs(folder / "text_pairs.jsonl"), "negative_column": "negatives"}
+    # several queries have the same passage, and mined negatives are passages of others
+    rows = [{"query": f"is it {n}", "passage": f"{n % 9} it is", "negatives": [f"{(n + 1) % 9} it is"]} for n in range(PAIRS)]
+    (folder / "text_pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = {"path": str(folder / "text_pairs.jsonl"), "negative_column": "negatives"}
     texts: dict[str, Any] = {"options": {"adapters": {"lora": LORA["adapters"]["lora"]}}}
     texts["data"] = {"pairs": None, "text_pairs": source}
     phi: dict[str, Any] = {"method": "projection", "options": {"noise_std": 0}}

@@ -120,7 +120,7 @@ def unsolved(dim: int = OLD, **options: Any) -> CompatModel:
     return ProcrustesModel(ProcrustesConfig(old=old, embedding_dim=NEW, **options))
 
 
-def test_maps_that_do_not_fit_are_one_line(folder_of: dict[str, str], tmp_path: Path) -> None:
+def test_maps_that_do_not_fit_are_refused_or_said(folder_of: dict[str, str], tmp_path: Path, old_folder: str) -> None:
     of_features = METHODS["query_map"].from_encoder(folder_of["clip"], old=GALLERY, input="penultimate")
     given: list[tuple[CompatModel, str]] = [
         (unsolved(OLD + 1), f"maps {NEW} to {OLD + 1} dimensions, but the given embeddings have {NEW} and"),
@@ -132,13 +132,10 @@ def test_maps_that_do_not_fit_are_one_line(folder_of: dict[str, str], tmp_path: 
         model.export(tmp_path / str(number))
         refuses(said, mapped, sample(tmp_path), tmp_path / "out", "--start-from", str(tmp_path / str(number)))
     assert not (tmp_path / "out").exists()
-
-
-def test_maps_of_other_models_are_refused_or_said(old_folder: str, folder_of: dict[str, str], tmp_path: Path) -> None:
     theirs = build("ridge", folder_of)
     theirs.export(tmp_path / "theirs")
     draw = np.random.default_rng(0)
-    sides = tuple(write(tmp_path / name, normalised(draw.standard_normal((40, dim)))) for name, dim in (("old", 8), ("new", 16)))
+    sides = tuple(write(tmp_path / name, normalised(draw.standard_normal((40, dim)))) for name, dim in (("few", 8), ("more", 16)))
     start = ("--start-from", str(tmp_path / "theirs"))
     with pytest.raises(XcompatError, match="searches galleries of old@.*, older@.*, not of .*; start from another map"):
         mapped(sides, tmp_path / "out", *start, "--old-model", old_folder)
@@ -227,16 +224,12 @@ def test_a_network_maps_as_it_did(activation: Any, function: Any, turned: bool, 
 
 
 @torch.no_grad()
-def test_a_projection_is_known_by_its_layers(tmp_path: Path) -> None:
+def test_projections_and_square_matrices_know_their_sides(tmp_path: Path) -> None:
     phi = Projection(NEW, OLD).eval()
     save_file(phi.state_dict(), tmp_path / "phi.safetensors")
     (read,) = read_adapters(tmp_path / "phi.safetensors", GALLERY, NEW, None)
     new = torch.from_numpy(made().new_ND)
     torch.testing.assert_close(read.model.to_space(new), phi(new))
-
-
-@torch.no_grad()
-def test_of_a_square_matrix_the_sample_says_which_side_is_which(tmp_path: Path) -> None:
     turn = np.linalg.qr(numbers(OLD, OLD))[0]
     new = normalised(numbers(50, OLD))
     pairs = PairedEmbeddings(new, normalised(new @ turn))

@@ -40,7 +40,7 @@ CHOSEN: dict[tuple[object, ...], Choice] = {}
 
 
 def normalised(rows: np.ndarray) -> np.ndarray:
-    return (rows / np.linalg.norm(rows, axis=1, keepdims=True)).astype(np.float32)
+    return (rows / np.linalg.norm(rows, axis=-1, keepdims=True)).astype(np.float32)
 
 
 def made(seed: int = 0, new_noise: float = 0.2, old_noise: float = 1.2) -> PairedEmbeddings:
@@ -99,7 +99,7 @@ def chosen_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(commands, "choose_by_labels_or_agreement", choose_or_recall)
 
 
-def test_both_sides_come_into_the_order_of_the_old_one(tmp_path: Path) -> None:
+def test_both_sides_come_into_one_order(tmp_path: Path) -> None:
     pairs = made()
     ids = [f"item {row}" for row in range(len(pairs))]
     order = np.random.default_rng(1).permutation(len(pairs))[:-3]
@@ -115,9 +115,6 @@ def test_both_sides_come_into_the_order_of_the_old_one(tmp_path: Path) -> None:
     first = ids[np.setdiff1d(np.arange(len(ids)), order)[0]]
     given = "720 old and 717 new ones were given"
     assert found.notes == (f"Both sides have 717 items; {given}, and {first!r} is the first that they do not share.",)
-
-
-def test_bare_arrays_are_row_by_row(tmp_path: Path) -> None:
     pairs = made()
     np.save(tmp_path / "old.npy", pairs.old_Nd.astype(np.float16))
     np.save(tmp_path / "new.npy", pairs.new_ND)
@@ -410,9 +407,6 @@ def test_item_memory_needs_gain_and_half_of_the_gallery(tmp_path: Path) -> None:
     said = run_map(old, new, tmp_path / "out", "--gallery", others, "--remember-items", "--allow-worse", "--overwrite")[1]
     assert "not tried: they are 0 % of the gallery" in said, "as many items, but other ones"
     assert AutoModel.from_pretrained(tmp_path / "out" / "model").memory is None
-
-
-def test_held_out_items_search_all_learned_items_of_the_gallery() -> None:
     pairs = replace(made(), labels_N=None)
     held = HeldOutItems(pairs, {"rotation": LINES["rotation"]}, 0, coverage=0.8)
     for learned, searched in zip(held.learned_rows, held.searched_rows, strict=True):

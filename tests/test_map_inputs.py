@@ -185,7 +185,7 @@ def test_shift_is_the_distance_of_the_means_over_the_variance() -> None:
     assert measure_shift(pairs, gallery) == pytest.approx(distance / variance - 1 / 300 - 1 / 200, rel=1e-4)
 
 
-def test_map_warns_of_a_gallery_unlike_the_pairs(tmp_path: Path) -> None:
+def test_pairs_of_another_domain_are_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     gallery = Gallery.create(tmp_path / "gallery", Fingerprint.from_string("old"), dim=16)
     store(gallery, draw_vectors(5, 400, offset=3.0), [f"g{row}" for row in range(400)])
     vectors, total = read_gallery_vectors(tmp_path / "gallery")
@@ -197,9 +197,7 @@ def test_map_warns_of_a_gallery_unlike_the_pairs(tmp_path: Path) -> None:
     assert "! The pairs are unlike the vectors of" in printed[0] and "unlike" not in printed[1]
     said = json.loads((tmp_path / "map" / "report.json").read_text())["said"]
     assert not any("unlike" in line for line in said), "the last run compared the pairs with themselves"
-
-
-def test_python_warns_of_stored_vectors_unlike_the_pairs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.clear()
     pairs = draw_vectors(1, 300)
     fit_map(pairs, pairs, gallery=pairs[:200])
     assert not caplog.messages
@@ -295,7 +293,7 @@ def test_unfit_classes_are_refused(index: Path, tmp_path: Path, monkeypatch: pyt
             pairs_of_texts(index, Path("new"), images, tmp_path / "cache", reading=Reading(tmp_path / "ids.txt", labels=file))
 
 
-def test_map_takes_classes_of_an_index(index: Path, folder_of: dict[str, str], tmp_path: Path, run_xcompat: Run) -> None:
+def test_either_map_takes_classes_of_an_index(index: Path, folder_of: dict[str, str], tmp_path: Path, run_xcompat: Run) -> None:
     named = ("map", "--old", index, "--ids", tmp_path / "ids.txt", "--new", folder_of["clip"], "--images", tmp_path / "photos")
     asked = (*named, "--out", tmp_path / "map", "--allow-worse")
     assert "nowhere.csv does not exist" in run_xcompat.refusal(*asked, "--labels", tmp_path / "nowhere.csv")
@@ -307,9 +305,6 @@ def test_map_takes_classes_of_an_index(index: Path, folder_of: dict[str, str], t
     assert '"classes": 3' in (tmp_path / "map" / "report.json").read_text()
     classes.write_text(classes.read_text().replace("cup", "mug"))
     assert "a map made with a different --labels" in run_xcompat.refusal(*known, "--labels", classes)
-
-
-def test_fit_map_takes_a_path_of_classes(index: Path, tmp_path: Path) -> None:
     new = write_index(tmp_path / "new.faiss", np.eye(COUNT, dtype=np.float32))
     fitted = fit_map(index, new, labels=written(tmp_path, "lines"))
     assert fitted.choice is None, "12 items are too few to choose"

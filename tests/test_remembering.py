@@ -13,12 +13,13 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from conftest import raw_recipe, recipe_of, store
+from conftest import raw_recipe, recipe_of, refuses, store
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 from schedule import mostly_nightly
 from store_places import unit_vectors as unit
+from test_map import normalised
 from transformers import AutoModel
 
 from xcompat import CompatModel, FctConfig, FctModel, Fingerprint, XcompatError
@@ -75,8 +76,7 @@ def test_pairs_are_remembered_across_modalities(raw: dict[str, Any], tmp_path: P
 def test_nothing_falls_back_where_nobody_says_how_sure_he_is(raw: dict[str, Any], tmp_path: Path) -> None:
     evaluation = {**raw["evaluation"], "fallback": 0.5}
     said = "evaluation.fallback needs the confidence of new queries, .*; set memory, or evaluation.fallback to null"
-    with pytest.raises(XcompatError, match=said):
-        run_recipe(recipe_of(raw, memory=None, evaluation=evaluation))
+    refuses(said, run_recipe, recipe_of(raw, memory=None, evaluation=evaluation))
     assert not (tmp_path / "run").exists(), "nothing is trained for nothing"
     with pytest.raises(XcompatError, match="have no confidence .see choice.json.; set evaluation.fallback to null"):
         run_recipe(recipe_of(raw, evaluation=evaluation))
@@ -279,10 +279,6 @@ MADE: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def normalised(rows: np.ndarray) -> np.ndarray:
-    return (rows / np.linalg.norm(rows, axis=-1, keepdims=True)).astype(np.float32)
-
-
 def pairs(noise: float = 0.4) -> PairedEmbeddings:
     draw = np.random.default_rng(0)
     labels = np.repeat(np.arange(CLASSES), EACH)
@@ -347,8 +343,7 @@ def test_an_upgrade_remembers_and_nothing_else_does(made: str, codec: str | None
     assert model.stored_fingerprint() == stored_as == stored_version(model, None).fingerprint
     assert model.fingerprint() != before and upgraded_version(model).digest != to.digest
     assert model.confidence(queries) is None and not model.is_confident
-    with pytest.raises(XcompatError, match="maps galleries: upgrade the stored embeddings instead"):
-        model.to_space(queries)
+    refuses("maps galleries: upgrade the stored embeddings instead", model.to_space, queries)
     model.save_pretrained(tmp_path / "model")
     again = AutoModel.from_pretrained(tmp_path / "model")
     torch.testing.assert_close(again.upgrade(*given), leant, rtol=0, atol=0)

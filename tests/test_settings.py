@@ -166,15 +166,13 @@ def test_every_setting_and_field_is_sorted_out() -> None:
 @pytest.mark.parametrize("setting", CASES)
 def test_a_setting_that_nothing_reads_is_refused(setting: str) -> None:
     value, ignoring, why, reading = CASES[setting]
+    stage = with_setting(ignoring, setting, value)
+    compared = "compare_with" in (stage.get("evaluation") or {})
+    recipe = {"stages": [{"name": "phi", "method": "projection", "evaluation": None}, stage]} if compared else stage
     with pytest.raises(XcompatError, match=f"demo.yaml: stage .*: {setting} has no effect: .*({why}).*; remove it"):
-        recipe_of(shared_with_phi(with_setting(ignoring, setting, value)))
+        recipe_of(recipe)
     assert setting not in find_unused_settings(StageRecipe(**ignoring))
     assert not reading or setting not in find_unused_settings(StageRecipe(**with_setting(reading, setting, value)))
-
-
-def shared_with_phi(stage: dict[str, Any]) -> dict[str, Any]:
-    compared = "compare_with" in (stage.get("evaluation") or {})
-    return {"stages": [{"name": "phi", "method": "projection", "evaluation": None}, stage]} if compared else stage
 
 
 def test_settings_must_matter_in_new_recipes_not_in_old_runs() -> None:
