@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+from pydantic import ValidationError
 from qdrant_client import models
 from typing_extensions import override
 
@@ -165,18 +166,26 @@ class QdrantStore(Store):
         self.queries(queries_QD, own)
         name = self._collection(own.name)
         asked: dict[str, Any] = {"using": self._vector(own.name) or None, "limit": top_k, "with_payload": False}
+        wanted = self._read_filter(filter)
         with plain_errors(self.uri):
-            if isinstance(filter, str):
-                filter = models.Filter.model_validate_json(filter)  # noqa: A001
-            elif isinstance(filter, dict):
-                filter = models.Filter.model_validate(filter)  # noqa: A001
             if len(queries_QD) == 1:  # the client is slower for a batch of one
-                found = [self.client.query_points(name, queries_QD[0].tolist(), query_filter=filter, **asked)]
+                found = [self.client.query_points(name, queries_QD[0].tolist(), query_filter=wanted, **asked)]
             else:
-                requests = [models.QueryRequest(query=query, filter=filter, **asked) for query in queries_QD.tolist()]
+                requests = [models.QueryRequest(query=query, filter=wanted, **asked) for query in queries_QD.tolist()]
                 found = self.client.query_batch_points(name, requests)
         version = own.fingerprint or UNKNOWN
         return [[Hit(str(hit.id), self._score(hit.score), version, None) for hit in each.points] for each in found]
+
+    def _read_filter(self, given: models.Filter | dict[str, Any] | str | None) -> models.Filter | None:
+        """Return a search's filter; refuse a wrong one with its first mistake, as each of Qdrant's conditions has another."""
+        try:
+            if isinstance(given, str):
+                return models.Filter.model_validate_json(given)
+            return models.Filter.model_validate(given) if isinstance(given, dict) else given
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            place = ".".join(str(part) for part in first["loc"] if "[" not in str(part)) or repr(given)
+            raise XcompatError(f"{self.uri}: filter {place}: {first['msg']}; see Qdrant's conditions") from None
 
     def _find_space(self, name: str, dim: int) -> Space:
         """Return a space to search, read again if it may have been switched."""
