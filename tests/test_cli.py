@@ -627,6 +627,12 @@ def test_nothing_to_continue_after_ctrl_c(command: tuple[str, ...], run: Run) ->
         assert refused(run(*command), 130) == "interrupted"
 
 
+def test_a_command_without_its_group_is_suggested(run: Run) -> None:
+    for name, suggested in (("search", "`gallery search`"), ("rollback", "`gallery rollback` or `migrate rollback`")):
+        code, _, error = run(name, "x")
+        assert code == 2 and f"No such command '{name}'. Did you mean {suggested}?" in error
+
+
 def test_a_bug_keeps_its_traceback_and_ends_with_what_a_report_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     def stop(*_: object, **__: object) -> None:
         fingerprint = Fingerprint.from_string("clip-b32")

@@ -167,6 +167,14 @@ class Verbs(TyperGroup):
         _lay_out_help(self)
         return super().make_context(*arguments, **settings)
 
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:  # noqa: ANN401 - typer's own context
+        """Suggest the groups of a command that is typed without its group. Typer suggests similar names."""
+        name = "" if args[0] in self.commands else args[0]
+        groups = [each for each, inner in self.commands.items() if isinstance(inner, TyperGroup) and name in inner.commands]
+        if groups:
+            ctx.fail(f"No such command {name!r}. Did you mean {' or '.join(f'`{group} {name}`' for group in groups)}?")
+        return super().resolve_command(ctx, args)
+
     def list_commands(self, ctx: typer.Context) -> list[str]:  # type: ignore[override]  # typer's own context
         """Return the names of all verbs."""
         return sorted(self.commands, key=lambda name: ORDER.index(name) if name in ORDER else len(ORDER))
