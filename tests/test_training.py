@@ -17,6 +17,7 @@ import warm
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from conftest import recipe_of, refuses, unit
+from rich.console import Console
 from schedule import METHOD_OF_EACH_KIND, mostly_nightly
 from timm.layers import BatchNormAct2d
 from torch import Tensor, nn
@@ -463,7 +464,24 @@ def test_progress_lines_without_tty(clock: SimpleNamespace, capsys: pytest.Captu
     said = capsys.readouterr().out.splitlines()
     assert [line.split(":")[1].split(",")[0] for line in said] == [" 30 of 100 (30 %)", " 60 of 100 (60 %)", " 90 of 100 (90 %)"]
     assert all(line.startswith("  embedding images wi … e of a folder/run-7: ") for line in said)
-    assert said[0].endswith(", 2 images/s, 25% waiting for data, 12 s")
+    assert said[0].endswith(", 2.5 images/s, 25% waiting for data, 0:28 left")
+
+
+def test_a_bar_fits_80_columns_and_invents_no_rate(clock: SimpleNamespace) -> None:
+    def drawn() -> str:
+        with (narrow := Console(width=80)).capture() as drawing:
+            narrow.print(bar.make_tasks_table(bar.tasks))
+        [line] = drawing.get().splitlines()
+        return line
+
+    bar = progress_bar()
+    task = bar.add_task("embedding images with /models/a long name of a folder/run-7", total=1_000_000, unit="images")
+    bar.tasks[0]._get_time = lambda: clock.now
+    bar.tasks[0].start_time = clock.now
+    clock.now += 100
+    assert "/s" not in drawn() and "left" not in drawn()
+    advance_bar(bar, task, 20, Waiting())
+    assert "20/1000000 0.2 images/s" in drawn() and drawn().rstrip().endswith("1388:51:40 left")
 
 
 def test_results_alone_are_on_stdout_and_not_wrapped(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

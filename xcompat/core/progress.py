@@ -19,12 +19,12 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
+    ProgressColumn,
     SpinnerColumn,
     Task,
     TaskID,
     TaskProgressColumn,
     TextColumn,
-    TimeRemainingColumn,
 )
 from rich.table import Column
 from rich.text import Text
@@ -186,6 +186,24 @@ class _ShrinkingColumn(TextColumn):
         return shown
 
 
+class _TimeLeftColumn(ProgressColumn):
+    """Estimated time to the end, marked as such."""
+
+    @override
+    def render(self, task: Task) -> Text:
+        return Text(_time_left(task), style="progress.remaining")
+
+
+def _time_left(task: Task) -> str:
+    """Return the time left at the mean rate so far, e.g. ``3:20 left``, or an empty text if it is unknown."""
+    done = task.completed - task.fields["began"]
+    if not (task.total and task.elapsed and done):
+        return ""
+    minutes, seconds = divmod(round(task.elapsed * (task.total - task.completed) / done), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02} left" if hours else f"{minutes}:{seconds:02} left"
+
+
 class Bar(Progress):
     """Progress bar on a terminal, or occasional lines without a terminal. Only the main process prints."""
 
@@ -198,7 +216,7 @@ class Bar(Progress):
             TaskProgressColumn(show_speed=False),
             MofNCompleteColumn(table_column=Column(no_wrap=True)),
             _ShrinkingColumn("{task.fields[rate]}"),
-            TimeRemainingColumn(table_column=Column(no_wrap=True)),
+            _TimeLeftColumn(table_column=Column(no_wrap=True)),
             console=console,
             transient=True,
             disable=self._follower is not None or not (is_main_process() and (console.is_terminal or console.is_jupyter)),
@@ -207,7 +225,8 @@ class Bar(Progress):
 
     @override
     def add_task(self, description: str, *arguments: Any, **fields: Any) -> TaskID:
-        return super().add_task(literal(shorten_middle(description)), *arguments, rate="", **fields)
+        fields |= {"rate": "", "began": fields.get("completed", 0)}
+        return super().add_task(literal(shorten_middle(description)), *arguments, **fields)
 
     @override
     def update(self, task_id: TaskID, **changes: Any) -> None:
@@ -220,8 +239,8 @@ class Bar(Progress):
         if self.disable and not task.finished and elapsed - self._said >= SECONDS:
             self._said = elapsed
             total = f" of {task.total:,.0f} ({task.percentage:.0f} %)" if task.total else ""
-            said = f"  {task.description}: {task.completed:,.0f}{total}, {task.fields['rate']}, {elapsed:.0f} s"
-            console.print(said, style="dim", soft_wrap=True)
+            said = ", ".join(filter(None, (f"{task.completed:,.0f}{total}", task.fields["rate"], _time_left(task))))
+            console.print(f"  {task.description}: {said}", style="dim", soft_wrap=True)
 
 
 def progress_bar() -> Bar:
@@ -272,7 +291,19 @@ def advance_bar(bar: Progress, task: TaskID, done: float, waiting: Waiting | Non
     state = bar.tasks[bar.task_ids.index(task)]
     elapsed = max(state.elapsed or 0.0, 1e-9)
     waited = "" if waiting is None else f", {waiting.share_of(elapsed)}"
-    bar.update(task, advance=done, rate=f"{(state.completed + done) / elapsed:,.0f} {state.fields['unit']}/s{waited}")
+    rate = describe_rate(state.completed + done, elapsed, state.fields["unit"])
+    bar.update(task, advance=done, rate=f"{rate}{waited}" if rate else "")
+
+
+def describe_rate(done: float, seconds: float, unit: str) -> str:
+    """Return a mean rate, or an empty text before anything is done.
+
+    Example:
+        >>> describe_rate(0, 9, "images"), describe_rate(4, 9, "images"), describe_rate(40_000, 9, "images")
+        ('', '0.44 images/s', '4,444 images/s')
+    """
+    rate = done / max(seconds, 1e-9)
+    return f"{rate:,.0f} {unit}/s" if rate >= 10 else f"{rate:.2g} {unit}/s" if done else ""
 
 
 def describe_duration(seconds: float) -> str:

@@ -16,7 +16,7 @@ from xcompat.core.distributed import is_distributed, mean_over_ranks, sum_over_r
 from xcompat.core.errors import TrainingDivergedError
 from xcompat.core.files import write_json
 from xcompat.core.interrupts import Interrupts
-from xcompat.core.progress import Waiting, console, literal, progress_bar
+from xcompat.core.progress import Waiting, console, describe_rate, literal, progress_bar
 
 MOST_FALLS = 10
 """Training stops after this many falls of fp16's gradient scale, if it is below 1."""
@@ -57,8 +57,8 @@ class ProgressCallback(TrainerCallback):
         assert self._bar is not None and self._task is not None
         elapsed = self._bar.tasks[0].elapsed or 0.0
         per_step = args.train_batch_size * args.world_size * args.gradient_accumulation_steps
-        rate = (state.global_step - self._first_step) * per_step / max(elapsed, 1e-9)
-        line = f"{rate:,.0f} samples/s, {self._waiting.share_of(elapsed)}{self._loss(state)}"
+        rate = describe_rate((state.global_step - self._first_step) * per_step, elapsed, "samples")
+        line = f"{rate}, {self._waiting.share_of(elapsed)}{self._loss(state)}"
         self._bar.update(self._task, completed=state.global_step, rate=line)
         self._waiting.begin()
 
