@@ -322,7 +322,10 @@ def backfill(
         console.print(f"{len(plan.cached):,} more were embedded by re-ranked searches")
     if not dry_run:
         added = plan.run(spread)
-        console.print(f"[green]✓[/] {added.added:,} re-embedded, {remaining - added.added - added.cached:,} to go")
+        following = "; run the same `xcompat gallery upgrade` again to continue" if plan.items < len(plan.to_embed) else ""
+        console.print(
+            f"[green]✓[/] {added.added:,} re-embedded, {remaining - added.added - added.cached:,} to go{following}", soft_wrap=True
+        )
         notice_truncated(embedder, added.truncated, added.added, "; --words cuts texts into passages")
 
 
