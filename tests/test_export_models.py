@@ -530,6 +530,17 @@ def test_command_line_and_a_service_that_knows_faiss_alone(tmp_path: Path, run_x
     np.testing.assert_array_equal(found["rows"], plain.search(model.to_space(queries).numpy(), 10)[1])
 
 
+def test_a_refused_export_prints_no_warning(tmp_path: Path, run_xcompat: Run) -> None:
+    write_old_index(tmp_path / "old.faiss", "Flat")
+    model = with_memory(build_map("ridge"), entries=3)
+    model.config.old_share = 0.5
+    model.export(tmp_path / "run" / "model")
+    command = ("export", "faiss", tmp_path / "old.faiss", "--model", tmp_path / "run", "--out", tmp_path / "new.faiss")
+    code, out, error = run_xcompat(*command)
+    assert code == 2 and not out and "cannot store the entries" in error and len(error.splitlines()) == 1
+    assert "to search together with queries of the old model" in run_xcompat.output(*command, "--memory", "none")
+
+
 @pytest.mark.parametrize(
     ("method", "options", "said"),
     [

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from xcompat.core.files import list_entries
@@ -22,21 +24,22 @@ def _folder_of(run: str) -> list[Path]:
     return [folder] if folder.exists() else []
 
 
-def _load_alone(name: str) -> CompatModel:
-    """Load a model, and warn if it needs the old model, which exports cannot include."""
+@contextmanager
+def _load_alone(name: str) -> Iterator[CompatModel]:
+    """Yield a model to export, and warn after a successful export if it needs the old model, which exports cannot include."""
     model = load_checkpoint(name)
+    yield model
     notice_missing_old(model)
-    return model
 
 
 def to_faiss(index: Path, model: str, out: Path, overwrite: bool, memory: MemoryParts = "full") -> None:
     """Write a faiss index for the new model's queries, with the model's whole memory, only its learned transform, or neither."""
     silence_libraries()
     query_transform.require_place(index, out, overwrite)
-    loaded = _load_alone(model)
-    if loaded.memory is not None and memory != "full" and not loaded.maps_galleries:
-        loaded = loaded.remember(loaded.memory.without_entries() if memory == "transform" else None)
-    old, dim = literal(str(query_transform.to_faiss(loaded, index, out, overwrite))), loaded.config.embedding_dim
+    with _load_alone(model) as loaded:
+        if loaded.memory is not None and memory != "full" and not loaded.maps_galleries:
+            loaded = loaded.remember(loaded.memory.without_entries() if memory == "transform" else None)
+        old, dim = literal(str(query_transform.to_faiss(loaded, index, out, overwrite))), loaded.config.embedding_dim
     console.print(f"[green]✓[/] {literal(str(out))} takes {dim}-dimensional queries; its vectors are those of {old}")
     if query_transform.reads_features(loaded):
         console.print("queries are inputs of the new model's last linear layer, of any length")
@@ -53,7 +56,8 @@ def to_sentence_transformers(run: str, out: Path, space: Space, overwrite: bool)
     """Write a folder that sentence-transformers loads."""
     silence_libraries()
     require_replaceable(out, sentence_transformers.MADE_BY, overwrite, _folder_of(run))
-    enough = sentence_transformers.to_sentence_transformers(_load_alone(run), out, space, overwrite)
+    with _load_alone(run) as model:
+        enough = sentence_transformers.to_sentence_transformers(model, out, space, overwrite)
     flag, needs = ("", "without xcompat") if enough else (", trust_remote_code=True", "where xcompat is installed")
     load = f"SentenceTransformer({str(out)!r}{flag})"
     console.print(f"[green]✓[/] {literal(load)} embeds in the {space} space, {needs}", soft_wrap=True)
@@ -63,7 +67,8 @@ def to_onnx(run: str, out: Path, space: Space, overwrite: bool) -> None:
     """Write image and text tower as ONNX."""
     silence_libraries()
     require_replaceable(out, onnx_towers.MADE_BY, overwrite, _folder_of(run))
-    onnx_towers.to_onnx(_load_alone(run), out, space, overwrite)
+    with _load_alone(run) as model:
+        onnx_towers.to_onnx(model, out, space, overwrite)
     towers = " and ".join(path.name for path in list_entries(out, "*.onnx"))
     allowed = f"within {onnx_towers.TOLERANCE:.0e} of PyTorch"
     console.print(f"[green]✓[/] {literal(str(out))}: {towers} embed in the {space} space, {allowed}")

@@ -324,7 +324,8 @@ def backfill(
         added = plan.run(spread)
         following = "; run the same `xcompat gallery upgrade` again to continue" if plan.items < len(plan.to_embed) else ""
         console.print(
-            f"[green]✓[/] {added.added:,} re-embedded, {remaining - added.added - added.cached:,} to go{following}", soft_wrap=True
+            f"[green]✓[/] {added.added:,} re-embedded, {remaining - added.added - added.cached:,} to go{following}",
+            soft_wrap=True,
         )
         notice_truncated(embedder, added.truncated, added.added, "; --words cuts texts into passages")
 
