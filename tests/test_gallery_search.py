@@ -69,7 +69,10 @@ def test_json_is_all_that_stdout_holds(run: Run, gallery: Path, photos: Path, ol
     assert out.count("\n") == 1 and found["query"] == str(photos / LONG / "07.png") and found["text"] is None
     assert len(found["hits"]) == 3 and found["hits"][0]["id"] == f"{LONG}/07.png"
     assert found["hits"][0]["score"] == pytest.approx(1, abs=1e-5)
-    assert found["hits"][0]["version"] == str(load_embedder(old_folder).fingerprint)
+    [version] = json.loads(run.output("info", gallery, "--json"))["versions"]
+    model = load_embedder(old_folder).fingerprint
+    assert version["name"] == model.name == old_folder and version["fingerprint"] == model.digest
+    assert found["hits"][0]["version"] == version["version"] == f"{Path(old_folder).name}@{model.digest[:12]}"
     assert found["confidence"] is None and {hit["standing"] for hit in found["hits"]} == {None}
     code, out, err = run("search", gallery, "dog " * 100, "--model", old_folder, "--json")
     assert code == 0 and json.loads(out)["hits"] and "query truncated to 16 tokens" in err

@@ -23,7 +23,7 @@ from xcompat.core.progress import announce_loading, console, describe_duration, 
 from xcompat.retrieval.adoption import adopt_faiss, require_index
 from xcompat.retrieval.faiss_building import EXACT, require_factory
 from xcompat.retrieval.gallery import Gallery
-from xcompat.retrieval.hit_output import QueryResult, short, wanted_metadata
+from xcompat.retrieval.hit_output import QueryResult, describe_version, short, wanted_metadata
 from xcompat.retrieval.leftovers import require_empty
 from xcompat.retrieval.manifest import CURRENT, VersionRecord, previous_generation, read_manifest
 from xcompat.retrieval.upgrading import plan_upgrade
@@ -337,7 +337,7 @@ def info(gallery: Gallery, embedder: Embedder | None) -> dict[str, Any]:
     for version, count in gallery.counts().items():
         record = gallery.manifest.version(version.digest)
         fitting = ", ".join(["its own", "those of models made compatible with it", *_describe_shared_models(gallery, record)])
-        versions.append({"name": version.name, "fingerprint": version.digest, "items": count, "dim": record.dim})
+        versions.append({**describe_version(version), "items": count, "dim": record.dim})
         if embedder is not None:
             from xcompat.embeddings.provider import query_model
 
@@ -442,8 +442,7 @@ def print_findings(findings: list[Finding]) -> dict[str, object]:
 def _finding_as_json(finding: Finding) -> dict[str, object]:
     numbers = {key: value if math.isfinite(value) else None for key in ("cosine", "length") for value in [getattr(finding, key)]}
     return {
-        "name": finding.version.name,
-        "fingerprint": finding.version.digest,
+        **describe_version(finding.version),
         "items": finding.items,
         "looked_at": finding.looked_at,
         "made": finding.made,

@@ -83,7 +83,7 @@ def _write(text: str) -> None:
 def _as_json(found: QueryResult) -> dict[str, object]:
     hits = []
     for hit in found.hits:
-        about = {**hit._asdict(), "version": str(hit.version)}
+        about = {**hit._asdict(), "version": short(hit.version)}
         del about["confidence"]  # belongs to the query
         hits.append(about)
     return {**found._asdict(), "confidence": found.confidence, "hits": hits}
@@ -94,7 +94,7 @@ def _as_rows(found: QueryResult) -> list[list[object]]:
     for rank, hit in enumerate(found.hits, 1):
         about = "" if hit.metadata is None else json.dumps(hit.metadata, ensure_ascii=False, default=str)
         group = hit.group if hit.group is None or isinstance(hit.group, str) else json.dumps(hit.group, ensure_ascii=False)
-        own = [rank, hit.id, hit.score, hit.standing, str(hit.version), group, found.confidence, found.fallback, about]
+        own = [rank, hit.id, hit.score, hit.standing, short(hit.version), group, found.confidence, found.fallback, about]
         rows.append([found.query, found.text, *own])
     return rows
 
@@ -142,6 +142,11 @@ def hit_table(hits: list[Hit], group_by: str | None) -> Table:
 def short(version: Fingerprint) -> str:
     """Shorten a fingerprint to the last part of its name."""
     return str(Fingerprint(version.digest, public_name(version.name)))
+
+
+def describe_version(version: Fingerprint) -> dict[str, object]:
+    """Return a version for JSON: the word that tables show, the model's whole name or folder, and its fingerprint."""
+    return {"version": short(version), "name": version.name, "fingerprint": version.digest}
 
 
 def wanted_metadata(pairs: Iterable[str]) -> dict[str, list[Any]]:

@@ -13,7 +13,7 @@ from xcompat.core.distributed import device
 from xcompat.core.errors import XcompatError
 from xcompat.core.fingerprint import Fingerprint
 from xcompat.core.progress import console, describe_duration, literal
-from xcompat.retrieval.hit_output import QueryResult
+from xcompat.retrieval.hit_output import QueryResult, short
 from xcompat.stores import migration
 from xcompat.stores.base import Store
 from xcompat.stores.padding import is_padded
@@ -84,7 +84,7 @@ def info(store: Store) -> dict[str, Any]:
     spaces, count = store.spaces(), store.count()
     table = Table("vectors", "dim", "dtype", "model", title=f"{literal(store.uri)}: {count:,} items")
     for name, space in spaces.items():
-        made_by = str(space.fingerprint) if space.fingerprint is not None else "unknown"
+        made_by = short(space.fingerprint) if space.fingerprint is not None else "unknown"
         table.add_row(
             literal(f"{name} (searched)" if name == store.space else name), str(space.dim or "-"), space.dtype, literal(made_by)
         )
@@ -95,7 +95,8 @@ def info(store: Store) -> dict[str, Any]:
             "name": name,
             "dim": space.dim,
             "dtype": space.dtype,
-            "model": space.fingerprint.name if space.fingerprint is not None else None,
+            "model": short(space.fingerprint) if space.fingerprint is not None else None,
+            "model_name": space.fingerprint.name if space.fingerprint is not None else None,
             "fingerprint": space.fingerprint.digest if space.fingerprint is not None else None,
             "searched": name == store.space,
         }
