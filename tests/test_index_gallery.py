@@ -126,6 +126,10 @@ def test_search_page_and_re_ranking_show_the_hits_of_an_index(shop: Path, old_fo
     assert shelf.image(hits[0], None) is not None and shelf.image("../../etc/passwd", None) is None
     asked = sorted((shop / "photos").iterdir())[4]
     assert shelf.search(old, Image.open(asked), 1, None)[0].id == asked.name, "--old is the model that the map knows by name"
+    own = run_xcompat.output(
+        "gallery", "search", "own.faiss", f"photos/{asked.name}", "--model", old_folder, "--json", "--top-k", 1
+    )
+    assert json.loads(own.splitlines()[-1])["hits"][0]["id"] == asked.name, "no map is needed"
     (shop / "more").mkdir()
     for name in sorted(file.name for file in (shop / "photos").iterdir())[:4]:
         (shop / "photos" / name).rename(shop / "more" / name)

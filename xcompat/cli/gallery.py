@@ -231,7 +231,10 @@ def search(
     json: Annotated[bool, typer.Option("--json", help="Print a JSON object per query, one per line.")] = False,
     csv: Annotated[bool, typer.Option("--csv", help="Print CSV with a header and a row per hit.")] = False,
 ) -> None:
-    """Search with a text, an image, or many queries."""
+    """Search with a text, an image, or many queries.
+
+    --model is the model that made the stored vectors, also of a faiss index, or a newer model with a map for them.
+    """
     from xcompat.retrieval import argument_checks
 
     reranking = argument_checks.RerankOptions(

@@ -112,7 +112,7 @@ def require_index_ids(place: str, ids: Path | None, originals: Originals | None)
 
 
 def open_index(index: str, source: QuerySource, ids: Path | None, originals: Originals | None) -> Gallery:
-    """Open a faiss index, to search it with a map."""
+    """Open a faiss index, to search it with the model of its vectors or with a map."""
     from xcompat.embeddings.provider import query_model
     from xcompat.retrieval import index_gallery
 
