@@ -134,7 +134,8 @@ class Jobs:
 def _run_captured(work: Callable[[], object], job: Job) -> str:
     def follow(task: Task) -> None:
         total = f" of {task.total:,.0f}" if task.total else ""
-        job.said = f"{Text.from_markup(task.description).plain}: {task.completed:,.0f}{total}, {task.fields['rate']}"
+        rate = f", {task.fields['rate']}" if task.fields["rate"] else ""
+        job.said = f"{Text.from_markup(task.description).plain}: {task.completed:,.0f}{total}{rate}"
 
     job.said = "runs"
     with console.capture() as printed, redirect_bars(follow):
