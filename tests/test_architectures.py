@@ -242,7 +242,7 @@ def test_impossible_towers_are_refused(text_folders: dict[str, str], image_folde
     image, text = image_folder_of["mobilenet_v1"], text_folders["static"]
     refuses("needs an image model and a sentence-transformers model, in", join_towers, text, image, DIM, tmp_path / "swapped")
     prompted = EncoderSource(name=text, query_prompt="query: ")
-    refuses("has prompts or do_lower_case", join_towers, image, prompted, DIM, tmp_path / "prompted")
+    refuses("uses prompts, which a model", join_towers, image, prompted, DIM, tmp_path / "prompted")
     refuses(r"has no pooled output of shape \(B, W\)", join_towers, image_folder_of["resnet"], text, DIM, tmp_path / "unpooled")
     assert not list(tmp_path.iterdir())
 

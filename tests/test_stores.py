@@ -251,7 +251,12 @@ def test_switch_needs_start_and_verify(
             migration.start(store, mapping, place.into)
     store = place.open()
     assert not migration.verify(store, mapping).passed, "nothing is missing, but start has not ended"
-    refuses(r"start of .* is not finished; run `xcompat migrate start` again, then `verify`", migration.switch, store, mapping)
+    refuses(
+        r"start of .* is not finished; run `xcompat migrate start` again, which keeps filled rows, then `verify`",
+        migration.switch,
+        store,
+        mapping,
+    )
     migration.start(store, mapping)
     spoiled = place.vectors(place.into)["5"]
     place.spoil(place.into, "5", -spoiled)
