@@ -24,7 +24,7 @@ from xcompat.encoders.penultimate import Penultimate
 from xcompat.encoders.processor import Processor
 from xcompat.encoders.text_files import SENTENCE_TRANSFORMERS
 from xcompat.hub.push import push_model
-from xcompat.models.checkpoint import load_map_encoder
+from xcompat.models import checkpoint
 from xcompat.models.config import CompatConfig
 from xcompat.models.indexed_memory import build_memory
 from xcompat.models.push import PUSH_ARGUMENTS, model_facts
@@ -43,8 +43,6 @@ class CompatModel(LearningModel, EmbedsBatches):
     config_class = CompatConfig
     base_model_prefix = "encoder"
     supports_gradient_checkpointing = True
-
-    encoder: Encoder | None
 
     def __init__(self, config: CompatConfig, encoder: Encoder | None = None) -> None:
         super().__init__(config)
@@ -82,6 +80,34 @@ class CompatModel(LearningModel, EmbedsBatches):
     def get_input_embeddings(self) -> nn.Module | None:  # type: ignore[override]  # transformers would raise
         """Return None, because accelerate's FSDP would shard an embedding table separately."""
         return None
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        pretrained_model_name_or_path: str | os.PathLike[Any] | None,
+        *model_args: Any,  # noqa: ANN401 - transformers' own
+        **kwargs: Any,  # noqa: ANN401
+    ) -> Self:
+        """Load a checkpoint (safetensors only) in evaluation mode.
+
+        Args:
+            pretrained_model_name_or_path: model folder, run folder or Hub name.
+            model_args: as in transformers.
+            kwargs: as in transformers. With ``dtype``, the model (and a map's encoder) computes in this precision and returns
+                float32 embeddings. Its fingerprint stays the checkpoint's, but saving it creates another model.
+
+        Returns:
+            The model (with loading information, if requested).
+
+        Raises:
+            XcompatError: a file has changed; weights are missing, unexpected, in another shape or not safetensors; or an adapter
+                checkpoint's base is missing or has changed.
+        """
+        return checkpoint.load(cls, pretrained_model_name_or_path, *model_args, **kwargs)
+
+    def _adjust_missing_and_unexpected_keys(self, loading_info: Any) -> None:  # noqa: ANN401 - transformers' own
+        super()._adjust_missing_and_unexpected_keys(loading_info)
+        checkpoint.hide_base_weights(self, loading_info)
 
     @classmethod
     def from_encoder(
@@ -160,7 +186,7 @@ class CompatModel(LearningModel, EmbedsBatches):
                     "this map was fitted on embeddings only: use embeddings as queries (--queries q.npy), set your "
                     "embedding function (--embed-with, embed_with=), or fit the map again with --new-model"
                 )
-            loaded, self._processor = load_map_encoder(described)
+            loaded, self._processor = checkpoint.load_map_encoder(described)
             self._outside_encoder = [nn.Module.to(loaded, self.dtype)]
         outside: Any = self._outside_encoder[0]
         if outside.dtype != self.dtype:  # do not change the caller's encoder
@@ -275,6 +301,14 @@ class CompatModel(LearningModel, EmbedsBatches):
 
     # -------------------------------------------------------------------------------------------------- writing
 
+    def export(self, folder: str | Path) -> None:
+        """Write the finished model with all parts for inference.
+
+        Args:
+            folder: output folder for ``from_pretrained``, created if missing.
+        """
+        self.save_pretrained(folder)
+
     def save_pretrained(
         self,
         save_directory: str | os.PathLike[str],
@@ -282,18 +316,31 @@ class CompatModel(LearningModel, EmbedsBatches):
         push_to_hub: bool = False,
         **kwargs: Any,  # noqa: ANN401
     ) -> None:
-        """Write the model (:meth:`CheckpointModel.save_pretrained`), and optionally push it.
+        """Write weights, configuration and, unless it is a map, its encoder's preprocessing. Optionally push them.
 
         Args:
             save_directory: output folder for ``from_pretrained``, created if missing.
             args: as in transformers.
             push_to_hub: whether to push the model, by default under the folder's name (``repo_id``).
             kwargs: as in transformers and :meth:`push_to_hub`.
+
+        Raises:
+            XcompatError: the preprocessing is no longer at the model's source; the weights are written.
         """
         of_push = {key: kwargs.pop(key) for key in PUSH_ARGUMENTS if push_to_hub and key in kwargs}
-        super().save_pretrained(save_directory, *args, **kwargs)
+        checkpoint.save(self, save_directory, *args, **kwargs)
         if push_to_hub and is_main_process():
             self.push_to_hub(of_push.pop("repo_id", Path(save_directory).name), token=kwargs.get("token"), **of_push)
+
+    def leave_out_base(self) -> Self:
+        """Set the model to save only adapters, prompts and heads, with its base's commit.
+
+        Raises:
+            XcompatError: it has no adapters, or its base cannot be loaded.
+            FingerprintMismatchError: the base has changed since training.
+        """
+        checkpoint.leave_out_base(self)
+        return self
 
     def push_to_hub(  # type: ignore[override]  # transformers' own takes anything
         self,

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
-from typing import ClassVar, Self
+from abc import abstractmethod
+from collections.abc import Iterable, Set
+from typing import Any, ClassVar, Self
 
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers import PreTrainedModel
 
 from xcompat.core.errors import FingerprintMismatchError, XcompatError
 from xcompat.core.fingerprint import Fingerprint
+from xcompat.encoders.base import Encoder
+from xcompat.encoders.processor import Processor
 from xcompat.heads import first_dims
-from xcompat.models.checkpoint import CheckpointModel
+from xcompat.models.checkpoint import load_unrounded
 from xcompat.models.config import Metric
 from xcompat.models.query_memory import QueryMemory
 from xcompat.score_scale import CarriedThreshold, ScoreScales, Thresholds
 
 
-class SpacesModel(CheckpointModel):
+class SpacesModel(PreTrainedModel):
     """Base class for :class:`~xcompat.models.base.CompatModel` with older spaces and fingerprints."""
 
     embeds_in_memory: ClassVar[bool] = False
@@ -27,8 +31,20 @@ class SpacesModel(CheckpointModel):
     """Whether the model maps stored old embeddings into the new space (:meth:`upgrade`), and not queries."""
     compares_by_l2: ClassVar[bool] = False
     """Whether the method supports unnormalised embeddings with L2 distance."""
+    encoder: Encoder | None
+    revision: str | None = None
+    """Commit of a model from the Hub; None for a folder."""
+    _left_out: Set[str] = frozenset()
+    _read_from: tuple[Any, dict[str, Any]] | None = None
+    """Source of the weights, if they were loaded with a dtype."""
+    _processor: Processor | None
     memory: QueryMemory | None
     _hashed: tuple[object, str, str] | None = None
+
+    @property
+    @abstractmethod
+    def processor(self) -> Processor:
+        """Return the encoder's preprocessing."""
 
     @property
     def metric(self) -> Metric:
@@ -69,7 +85,7 @@ class SpacesModel(CheckpointModel):
         # cached, because galleries need it for every query and hashing gigabytes takes seconds
         state = self._fingerprint_settings(), Fingerprint.state(self)
         if self._hashed is None or self._hashed[0] != state:
-            self._hashed = state, *self._hash(self._load_unrounded(), state[0])
+            self._hashed = state, *self._hash(load_unrounded(self), state[0])
         return self._hashed[1:]
 
     @staticmethod
