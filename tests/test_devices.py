@@ -299,7 +299,7 @@ def test_galleries_of_a_gpu_hold_what_a_cpu_s_hold(
 def test_queries_run_where_the_model_is(kind: str, folder_of: dict[str, str], images: list[Image.Image], tmp_path: Path) -> None:
     images[0].save(tmp_path / "a.png")
     model = build("xbt", folder_of)
-    embedder = Embedder(model, model.processor, model.stored_fingerprint(), model.stored_dim)
+    embedder = Embedder(model, model.processor, *model.lineage.stores)
     with FakeTensorMode(allow_non_fake_inputs=True):
         move(model)
         assert query_embeddings(embedder, str(tmp_path / "a.png") if kind == "an image" else "a dog").device == GPU

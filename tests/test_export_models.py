@@ -508,7 +508,7 @@ def test_a_gallery_of_the_model_itself_is_searched_like_the_old_one(tmp_path: Pa
     model = with_memory(build_map("ridge"), entries=0)
     gallery = Gallery.create(tmp_path / "gallery", model)
     store(gallery, unit(ROWS, NEW_DIM, seed=2), list(map(str, range(ROWS))), version=model)
-    assert to_faiss(model, gallery.path, tmp_path / "new.faiss") == model.stored_fingerprint()
+    assert to_faiss(model, gallery.path, tmp_path / "new.faiss") == model.lineage.stores.fingerprint
     queries = unit(5, NEW_DIM, seed=3)
     rows = faiss.read_index(str(tmp_path / "new.faiss")).search(queries.numpy(), 5)[1]
     assert [[hit.id for hit in hits] for hits in gallery.search(queries, model, 5)] == [list(map(str, row)) for row in rows]

@@ -171,7 +171,7 @@ def test_fallback_must_fit(model_folder: str, folder_of: dict[str, str], old: Em
     with pytest.raises(FingerprintMismatchError, match="did not make the"):
         gallery.search(rows, model, old_queries=OldQueries(other, np.ones((1, other.dim))))
     elsewhere = XbtModel.from_encoder(folder_of["clip"], old=other.describe_old())
-    with pytest.raises(FingerprintMismatchError, match=f"it makes {elsewhere.stored_fingerprint()}; use"):
+    with pytest.raises(FingerprintMismatchError, match=f"it makes {elsewhere.lineage.stores.fingerprint}; use"):
         gallery.search(rows, model, old_queries=OldQueries(elsewhere, np.ones((1, elsewhere.config.embedding_dim))))
     with pytest.raises(XcompatError, match="old queries have shape .*, new ones "):
         gallery.search(rows, model, old_queries=OldQueries(old, np.ones((2, old.dim))))

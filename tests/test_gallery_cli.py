@@ -185,7 +185,7 @@ def test_a_faiss_index_is_adopted_by_name_or_map(run: Run, index: tuple[Path, Pa
     assert "gone does not exist; check the path" in run.refusal(*gone)
     new, old = np.random.default_rng(0).standard_normal((2, 30, 4))
     fit_map(old, new).save(tmp_path / "map" / "model")
-    expected = load_checkpoint(str(tmp_path / "map" / "model")).stored_fingerprint()
+    expected = load_checkpoint(str(tmp_path / "map" / "model")).lineage.stores.fingerprint
     own, ids = index
     for name in ("map", "map/model"):
         asked = ("adopt", own, "--ids", ids, "--model", tmp_path / name, "--out", tmp_path / f"gallery of {Path(name).name}")

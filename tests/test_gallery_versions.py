@@ -71,10 +71,10 @@ def ids(hits: list[list[Any]]) -> list[list[str]]:
 def test_new_items_of_a_map_are_stored_in_the_space_of_the_old_ones(tmp_path: Path) -> None:
     gallery, model = old_gallery(tmp_path / "g"), solved()
     store(gallery, unit(50, D, 4), numbered(50, "new "), version=model)
-    assert gallery.counts() == {OLD: N, model.stored_fingerprint(): 50}
+    assert gallery.counts() == {OLD: N, model.lineage.stores.fingerprint: 50}
     hits = gallery.search(unit(50, D, 4)[[7]], model, top_k=N + 50, merge="raw")[0]
-    assert hits[0].id == "new 7" and hits[0].version == model.stored_fingerprint() and len(hits) == N + 50
-    assert {hit.version for hit in hits} == {OLD, model.stored_fingerprint()}
+    assert hits[0].id == "new 7" and hits[0].version == model.lineage.stores.fingerprint and len(hits) == N + 50
+    assert {hit.version for hit in hits} == {OLD, model.lineage.stores.fingerprint}
     view = model.to_space(torch.from_numpy(unit(50, D, 4)[[7]])).detach().numpy()
     assert ids(gallery.search(view, OLD, top_k=9, merge="raw")) == [[hit.id for hit in hits[:9]]], "old clients find them too"
 
@@ -82,7 +82,7 @@ def test_new_items_of_a_map_are_stored_in_the_space_of_the_old_ones(tmp_path: Pa
 def test_an_expanded_model_is_compared_by_its_first_dimensions(folder_of: dict[str, str], tmp_path: Path) -> None:
     gallery = old_gallery(tmp_path / "g")
     model = OcaModel.from_encoder(folder_of["clip"], old=describe_old(OLD, d), classes=["a", "b"], extra_dim=4).for_inference()
-    assert model.stored_dim == d + 4
+    assert model.lineage.stores.dim == d + 4
     own = unit(30, d + 4, 5)
     store(gallery, own, numbered(30, "new "), version=model)
     queries = unit(3, d + 4, 6)

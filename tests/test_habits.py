@@ -112,7 +112,7 @@ def test_what_an_encoder_has_no_files_for_is_made_or_missed(
 def test_a_map_of_a_compatible_model_takes_its_preprocessing(run_of: Callable[[str], Run], tmp_path: Path) -> None:
     inner = run_of("xbt")
     described = {"library": "xcompat", "name": str(inner.folder / "model"), "config": {}}
-    described |= {"fingerprint": inner.model.stored_fingerprint().digest, "dim": 8}
+    described |= {"fingerprint": inner.model.lineage.stores.fingerprint.digest, "dim": 8}
     old = run_of("ridge").model.config.old
     model = xcompat.RidgeModel(xcompat.RidgeConfig(encoder=described, old=old, embedding_dim=8))
     model.export(tmp_path / "map")

@@ -229,7 +229,7 @@ def test_the_card_says_what_the_report_says(compatible: bool, verdict: str, fini
     model = AutoModel.from_pretrained(folder / "pair" / "model")
     push(folder, "me/pair", license="mit")
     text = hub.files("me/pair")["README.md"].decode()
-    stored = [model.embeds_fingerprint().digest, model.stored_fingerprint().digest]
+    stored = [model.lineage.embeds.fingerprint.digest, model.lineage.stores.fingerprint.digest]
     found_by = [f"searches:{each.digest[:32]}" for each in (OLD, OLDER)] + [f"embeds:{digest[:32]}" for digest in stored]
     card = ModelCard(text).data.to_dict()
     (result,) = card.pop("model-index")[0]["results"]
@@ -371,7 +371,7 @@ def test_what_queries_remember_may_stay_at_home(memory: MemoryParts, hub: Hub, o
     torch.testing.assert_close(part.to_space(embeds), plain if memory == "none" else whole.memory.metric(plain))
     torch.testing.assert_close(whole.confidence(embeds), torch.sigmoid(3 * remembered.recall(embeds).norm(dim=1) - 1))
     assert part.confidence(embeds) is None, "how sure a query is goes with what it remembers"
-    assert part.stored_fingerprint() == whole.stored_fingerprint(), "galleries stay its own"
+    assert part.lineage.stores == whole.lineage.stores, "galleries stay its own"
     model.remember(None).export(tmp_path / "plain")
     refuses(f"has no memory; remove --memory {memory}", push, tmp_path / "plain", "me/plain", memory=memory)
 
@@ -389,7 +389,7 @@ def test_what_a_map_of_galleries_remembers_may_stay_at_home(hub: Hub, on_hub: di
     assert not [name for name in load_file_of(hub, "me/part", tmp_path) if "memory" in name]
     part, stored = AutoModel.from_pretrained("me/part"), torch.randn(5, model.config.old["dim"])
     torch.testing.assert_close(part.upgrade(stored), model.own_upgrade(stored))
-    assert part.stored_fingerprint() == model.stored_fingerprint(), "queries and native items stay its own"
+    assert part.lineage.stores == model.lineage.stores, "queries and native items stay its own"
 
 
 def load_file_of(hub: Hub, repo: str, folder: Path) -> dict[str, torch.Tensor]:

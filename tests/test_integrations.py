@@ -160,7 +160,7 @@ def test_queries_fit_the_version_that_is_named(source_of: dict[str, str], old: E
     own_1D = model.embed_texts(**model.processor.texts(["two dogs"]))
     with torch.inference_mode():
         query = model.to_space(own_1D)[0].tolist()
-    for version in (old.fingerprint, model.stored_fingerprint()):
+    for version in (old.fingerprint, model.lineage.stores.fingerprint):
         for named in (version, version.name, version.digest, version.digest[:12], str(version)):
             assert CompatEmbeddings(model, named).embed_query("two dogs") == pytest.approx(query, abs=1e-6)
     assert TextEmbedder(model).version == old.fingerprint
@@ -170,7 +170,7 @@ def test_queries_fit_the_version_that_is_named(source_of: dict[str, str], old: E
 
 def test_versions_need_a_fingerprint_and_a_dimension(source_of: dict[str, str], old: Embedder, folder_of: dict[str, str]) -> None:
     model = load_checkpoint(source_of["phi"])
-    known = f"choose one of these: {old.fingerprint}, {model.stored_fingerprint()}"
+    known = f"choose one of these: {old.fingerprint}, {model.lineage.stores.fingerprint}"
     for unknown in ("clip-l14", Fingerprint.from_string("clip-l14")):
         for make in (CompatEmbeddings, CompatEmbedding, CompatTextEmbedder, CompatDocumentEmbedder):
             with pytest.raises(XcompatError) as caught:

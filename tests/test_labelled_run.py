@@ -227,7 +227,7 @@ def test_every_method_runs_and_is_judged(method: str, trained: dict[str, Any], t
     assert any("Re-ranking embeds at most 3 images per query" in note for note in report.notes)
     mapped = {"mapped/mapped"} if METHODS[method].maps_galleries_with(OPTIONS.get(method, {})) else set()
     model = AutoModel.from_pretrained(tmp_path / "run" / "model")
-    if model.stores_view and (model.embeds_in_memory or model.stored_dim != model.config.embedding_dim):
+    if model.stores_view and (model.embeds_in_memory or model.lineage.stores.dim != model.config.embedding_dim):
         mapped = {"new/backfilled"}
     assert set(cases) == {"old/old", "independent/old", "new/old", "new/new", "independent/independent"} | mapped
     assert {"cmc@1", "cmc@2", "map", "map@R"} <= set(cases["new/old"].metrics)

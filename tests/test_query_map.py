@@ -173,7 +173,7 @@ def test_a_map_of_penultimate_features_keeps_the_new_model_as_it_is(
     assert torch.equal(embeds, before_the_projection("clip", encoder, pixels)) and model.config.embedding_dim == 32
     torch.testing.assert_close(model.self_view(embeds), encoder.embed_images(pixels), atol=1e-6, rtol=0)
     view = model.to_space(embeds)
-    assert view.shape == (4, 4) and model.stored_dim == 4
+    assert view.shape == (4, 4) and model.lineage.stores.dim == 4
     torch.testing.assert_close(view.norm(dim=-1), torch.ones(4))
     torch.testing.assert_close(model.to_space(3 * embeds), view, atol=1e-6, rtol=0)  # their direction is mapped
     with pytest.raises(XcompatError, match="penultimate features do not support texts; set options.input to embedding"):

@@ -115,7 +115,7 @@ def wearing(method: str, **options: Any) -> Any:
 @pytest.mark.parametrize("method", WEARING)
 def test_any_view_wears_it_and_what_is_stored_does_not(method: str, tmp_path: Path) -> None:
     model, embeds = wearing(method), torch.from_numpy(unit(5, NEW, 1))
-    own, before, stored_as = model.to_space(embeds).detach(), model.fingerprint(), model.stored_fingerprint()
+    own, before = model.to_space(embeds).detach(), model.lineage
     memory = filled(sharpness=25.0, share=0.5)
     model.remember(memory)
     worn = model.to_space(embeds).detach()
@@ -123,14 +123,14 @@ def test_any_view_wears_it_and_what_is_stored_does_not(method: str, tmp_path: Pa
     assert not torch.allclose(worn, own, atol=1e-2)
     torch.testing.assert_close(model.to_gallery_space(embeds).detach(), own, rtol=0, atol=0)
     torch.testing.assert_close(model.to_space(embeds, model.compatible_with[1]).detach(), own, rtol=0, atol=0)
-    assert model.stored_fingerprint() == stored_as and model.fingerprint() != before and model.view_layers is None
+    assert model.lineage.stores == before.stores and model.fingerprint() != before.model and model.view_layers is None
     model.save_pretrained(tmp_path / "model")
     again = AutoModel.from_pretrained(tmp_path / "model")
     torch.testing.assert_close(again.to_space(embeds).detach(), worn, rtol=0, atol=0)
     assert again.fingerprint() == model.fingerprint() and again.config.memory == {"entries": 6, "sharpness": 25.0, "share": 0.5}
     half = AutoModel.from_pretrained(tmp_path / "model", dtype=torch.bfloat16)
     torch.testing.assert_close(half.to_space(embeds).detach(), worn, rtol=0, atol=0.1)
-    assert again.remember(None).fingerprint() == before and torch.equal(again.to_space(embeds), own)
+    assert again.remember(None).lineage == before and torch.equal(again.to_space(embeds), own)
 
 
 def test_blocks_change_neither_queries_nor_statistics(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -300,7 +300,7 @@ def test_a_model_is_saved_and_read_with_every_bit_of_it(tmp_path: Path) -> None:
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
     assert before["first_codes_KB"].dtype == torch.uint8
     torch.testing.assert_close(again.to_space(QUERIES), worn, rtol=0, atol=0)
-    assert again.fingerprint() == model.fingerprint() and again.stored_fingerprint() == model.stored_fingerprint()
+    assert again.lineage == model.lineage
     for other in (copy.deepcopy(again), again.to("cpu"), again.for_inference()):
         torch.testing.assert_close(other.to_space(QUERIES), worn, rtol=0, atol=0)
     half = AutoModel.from_pretrained(tmp_path / "model", dtype=torch.bfloat16)

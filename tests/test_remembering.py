@@ -333,15 +333,15 @@ def test_what_is_mapped_leans_as_a_loop_over_classes_says() -> None:
 def test_an_upgrade_remembers_and_nothing_else_does(made: str, codec: str | None, tmp_path: Path) -> None:
     model, worn, queries = mapping(made), memory(codec), torch.from_numpy(unit(5, NEW, 3))
     given = [torch.from_numpy(unit(5, dim, 1 + dim)) for dim in (OLD, *([3] if "side" in made else []))]
-    own, before, stored_as, to = model.upgrade(*given), model.fingerprint(), model.stored_fingerprint(), upgraded_version(model)
+    own, before, to = model.upgrade(*given), model.lineage, upgraded_version(model)
     assert model.remember(worn) is model and torch.equal(model.own_upgrade(*given), own)
     leant = model.upgrade(*given)
     torch.testing.assert_close(leant, worn(given[0], own), rtol=0, atol=0)
     assert not torch.allclose(leant, own, atol=1e-2)
     torch.testing.assert_close(leant.norm(dim=1), torch.ones(5))
     assert torch.equal(model.to_gallery_space(queries), queries) and torch.equal(model.self_view(queries), queries)
-    assert model.stored_fingerprint() == stored_as == stored_version(model, None).fingerprint
-    assert model.fingerprint() != before and upgraded_version(model).digest != to.digest
+    assert model.lineage.stores == before.stores and model.fingerprint() != before.model
+    assert before.stores.fingerprint == stored_version(model, None).fingerprint and upgraded_version(model).digest != to.digest
     assert model.confidence(queries) is None and not model.is_confident
     refuses("maps galleries: upgrade the stored embeddings instead", model.to_space, queries)
     model.save_pretrained(tmp_path / "model")
@@ -351,7 +351,7 @@ def test_an_upgrade_remembers_and_nothing_else_does(made: str, codec: str | None
     half = AutoModel.from_pretrained(tmp_path / "model", dtype=torch.bfloat16)
     torch.testing.assert_close(half.upgrade(*(each.bfloat16() for each in given)).float(), leant, rtol=0, atol=0.1)
     assert half.fingerprint() == model.fingerprint()
-    assert torch.equal(model.remember(None).upgrade(*given), own) and model.fingerprint() == before
+    assert torch.equal(model.remember(None).upgrade(*given), own) and model.lineage == before
 
 
 def old_gallery(folder: Path) -> Gallery:

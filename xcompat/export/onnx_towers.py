@@ -91,7 +91,7 @@ def to_onnx(model: CompatModel, folder: str | Path, space: Space = "old", overwr
 
 
 def _describe(model: CompatModel, tower: Tower, space: Space, processor: Processor) -> dict[str, object]:
-    searched = model.compatible_with[:1] if space == "old" else [model.embeds_fingerprint()]
+    searched = model.compatible_with[:1] if space == "old" else [model.lineage.embeds.fingerprint]
     return {
         "name": model.name_or_path or type(model).__name__,
         "fingerprint": model.fingerprint().digest,

@@ -133,7 +133,7 @@ def index_of(source: Path, model: CompatModel) -> tuple[Path, float, Fingerprint
 
 def _is_own_view(model: CompatModel, version: Fingerprint | None) -> bool:
     """Return whether the vectors are the model's own, stored in its old space, e.g. after a complete backfill."""
-    return version is not None and model.stores_view and version.digest == model.stored_fingerprint().digest
+    return version is not None and model.stores_view and version.digest == model.lineage.stores.fingerprint.digest
 
 
 def linear_steps(model: CompatModel, version: Fingerprint | None = None) -> list[tuple[Tensor, Tensor]]:
@@ -162,9 +162,9 @@ def linear_steps(model: CompatModel, version: Fingerprint | None = None) -> list
     if _is_own_view(model, version):  # these items are in the nearest old space
         version = None
     model.require_version(version)
-    nearest, dim = model.version_dims()[0]
+    nearest, dim = model.config.versions[0]
     if version not in (None, nearest):
-        dim = dict(model.version_dims())[version]
+        dim = dict(model.config.versions)[version]
     layers, memory = list(model.own_view_layers or ()), model.memory if version in (None, nearest) else None
     if len(layers) != 1 or not isinstance(layers[0], nn.Linear):
         raise XcompatError(

@@ -259,7 +259,7 @@ def load_map_encoder(described: dict[str, Any]) -> tuple[Any, Processor]:
     if described["library"] == "xcompat":
         with reading_model(name):
             model: Any = AutoModel.from_pretrained(name, revision=described.get("revision") or "main").for_inference()
-        found, processor = model.stored_fingerprint(), model.processor
+        found, processor = model.lineage.stores.fingerprint, model.processor
     else:
         model, processor = load_encoder(EncoderSource.from_description(described))
         found, model = model.fingerprint(processor), model.requires_grad_(False).eval()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import fields
 from functools import cache
-from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 import torch
 from pydantic import Field, TypeAdapter, ValidationError
@@ -25,6 +25,13 @@ Metric = Literal["cosine", "l2"]
 QUERIES = "queries"
 """Role of an encoder that used the prompt of queries."""
 _VERSION_KEYS = {"name", "fingerprint", "dim"}
+
+
+class Version(NamedTuple):
+    """Embeddings of one model."""
+
+    fingerprint: Fingerprint
+    dim: int
 
 
 @cache
@@ -96,7 +103,7 @@ class CompatConfig(PreTrainedConfig):
         for name, choices in _choices(type(self)).items():  # type: ignore[arg-type] # mypy asks the instances for a hash
             if (given := getattr(self, name)) not in choices:
                 raise XcompatError(f"{type(self).__name__} has no {name} {given!r}; {nearest(str(given), choices)}")
-        for version in [self.old, *(self.old.get("compatible_with") or [])] if isinstance(self.old, dict) else []:
+        for version in described_versions(self.old) if isinstance(self.old, dict) else []:
             if not isinstance(version, dict) or _VERSION_KEYS - version.keys():
                 raise XcompatError(
                     f"{type(self).__name__} has an incomplete old model: each version needs {', '.join(sorted(_VERSION_KEYS))}; "
@@ -107,6 +114,12 @@ class CompatConfig(PreTrainedConfig):
         if self.thresholds is not None:
             Thresholds.read(self.thresholds)
         super().__post_init__(**kwargs)
+
+    @property
+    def versions(self) -> tuple[Version, ...]:
+        """Return the old model's version and the earlier ones in its space, nearest first."""
+        known = described_versions(self.old)
+        return tuple(Version(Fingerprint(each["fingerprint"], each["name"]), each["dim"]) for each in known)
 
     def require_ranges(self) -> None:
         """Raise if a value is out of range; loading accepts such values."""
@@ -142,6 +155,11 @@ class CompatConfig(PreTrainedConfig):
         """Read a configuration as in transformers, also from a run folder."""
         name = pretrained_model_name_or_path
         return super().get_config_dict(name if kwargs.get("subfolder") else model_folder(name), **kwargs)
+
+
+def described_versions(old: dict[str, Any] | None) -> list[Any]:
+    """Return the description of an old model and those of the earlier versions in its space, nearest first."""
+    return [old, *(old.get("compatible_with") or [])] if old is not None else []
 
 
 def describe_old(

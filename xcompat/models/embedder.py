@@ -75,11 +75,11 @@ class Embedder:
         """
         autocast = resolve_autocast(autocast, next(model.parameters()))
         if space == "own":
-            return cls(model, model.processor, model.embeds_fingerprint(), model.config.embedding_dim, autocast=autocast)
+            return cls(model, model.processor, *model.lineage.embeds, autocast=autocast)
         # a model that maps galleries embeds queries and new items like the plain new model
         shared = [] if model.maps_galleries else model.compatible_with
-        scale, known = model.config.logit_scale, (model.stored_fingerprint(), model.stored_dim)
-        return cls(model, model.processor, *known, scale, shared, autocast=autocast, space="stored")
+        scale = model.config.logit_scale
+        return cls(model, model.processor, *model.lineage.stores, scale, shared, autocast=autocast, space="stored")
 
     @property
     def name(self) -> str:
@@ -237,7 +237,9 @@ def penultimate_embedder(embedder: Embedder) -> Embedder:
 
 def named_fingerprint(name: str) -> Fingerprint:
     """Return the fingerprint of a model that cannot embed here: of a map without its encoder, or of the bare name."""
-    return load_checkpoint(name).stored_fingerprint() if is_checkpoint(model_folder(name)) else Fingerprint.from_string(name)
+    if is_checkpoint(model_folder(name)):
+        return load_checkpoint(name).lineage.stores.fingerprint
+    return Fingerprint.from_string(name)
 
 
 def is_checkpoint(name: str, revision: str | None = None) -> bool:

@@ -6,6 +6,7 @@ from typing import Any
 
 from xcompat.hub.card import ModelFacts
 from xcompat.hub.endpoint import replace_by_hub_name
+from xcompat.models.config import described_versions
 
 PUSH_ARGUMENTS = (
     "repo_id",
@@ -24,14 +25,18 @@ PUSH_ARGUMENTS = (
 def model_facts(model: Any) -> ModelFacts:  # noqa: ANN401 - a CompatModel, which imports this module
     """Return the facts for a model's card."""
     config = model.config
-    described, old = config.encoder, config.old
-    versions = [] if old is None else [old, *(old.get("compatible_with") or [])]
+    described, embeds = config.encoder, []
+    if model.embeds_in_memory:
+        embeds = [described["fingerprint"]] if described is not None else []
+    else:
+        written = model.written_lineage
+        embeds = list(dict.fromkeys(version.fingerprint.digest for version in (written.embeds, written.stores)))
     return ModelFacts(
         method=config.model_type.removeprefix("xcompat-"),
         citation=model.citation,
-        fingerprint=model.written_fingerprint() if described is not None else None,
+        fingerprint=model.written_lineage.model if described is not None else None,
         dim=config.embedding_dim,
-        compatible_with=[replace_by_hub_name(version) for version in versions],
+        compatible_with=[replace_by_hub_name(version) for version in described_versions(config.old)],
         base=replace_by_hub_name(described) if described is not None else None,
         holds="map" if model.encoder is None else config.weights,
         embeds_texts=model.embeds_texts,
@@ -39,6 +44,6 @@ def model_facts(model: Any) -> ModelFacts:  # noqa: ANN401 - a CompatModel, whic
         maps_galleries=model.maps_galleries,
         side_info=getattr(config, "side_info", None),
         remembers=config.memory["entries"] if config.memory is not None else None,
-        embeds=[each.digest for each in model.saved_embedding_fingerprints()],
+        embeds=embeds,
         started_from=replace_by_hub_name(config.started_from) if config.started_from is not None else None,
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from abc import abstractmethod
 from collections.abc import Iterable, Set
 from typing import Any, ClassVar, Self
@@ -18,6 +17,7 @@ from xcompat.encoders.processor import Processor
 from xcompat.heads import first_dims
 from xcompat.models.checkpoint import load_unrounded
 from xcompat.models.config import Metric
+from xcompat.models.lineage import Lineage, hash_model, identity_settings
 from xcompat.models.query_memory import QueryMemory
 from xcompat.score_scale import CarriedThreshold, ScoreScales, Thresholds
 
@@ -31,6 +31,7 @@ class SpacesModel(PreTrainedModel):
     """Whether the model maps stored old embeddings into the new space (:meth:`upgrade`), and not queries."""
     compares_by_l2: ClassVar[bool] = False
     """Whether the method supports unnormalised embeddings with L2 distance."""
+    config: Any
     encoder: Encoder | None
     revision: str | None = None
     """Commit of a model from the Hub; None for a folder."""
@@ -39,7 +40,7 @@ class SpacesModel(PreTrainedModel):
     """Source of the weights, if they were loaded with a dtype."""
     _processor: Processor | None
     memory: QueryMemory | None
-    _hashed: tuple[object, str, str] | None = None
+    _hashed: tuple[object, tuple[str, str]] | None = None
 
     @property
     @abstractmethod
@@ -74,62 +75,43 @@ class SpacesModel(PreTrainedModel):
 
     def fingerprint(self) -> Fingerprint:
         """Return the fingerprint over encoder, adapters, heads, preprocessing and memory."""
-        return Fingerprint(self._digests()[1], self._display_name)
+        return self.lineage.model
+
+    @property
+    def lineage(self) -> Lineage:
+        """Return the fingerprints and dimensions of all embeddings that the model writes or searches.
+
+        Changed weights are hashed again. :attr:`compatible_with` and ``config.versions`` need no weights.
+        """
+        # cached, because galleries need it for every query and hashing gigabytes takes seconds
+        settings = self._identity_settings()
+        state = settings, Fingerprint.state(self)
+        if self._hashed is None or self._hashed[0] != state:
+            model = load_unrounded(self)
+            self._hashed = state, hash_model(model, model.memory, settings)
+        return self._build_lineage(self._hashed[1])
+
+    @property
+    def written_lineage(self) -> Lineage:
+        """Return the lineage after :meth:`save_pretrained`; rounded weights in a half-precision model change it."""
+        if self._read_from is None:
+            return self.lineage
+        return self._build_lineage(hash_model(self, self.memory, self._identity_settings()))
+
+    def _build_lineage(self, digests: tuple[str, str]) -> Lineage:
+        return Lineage.build(self._display_name, self.config, digests, self.stores_view)
+
+    def _identity_settings(self) -> str:
+        return identity_settings(self.config, None if self.embeds_in_memory else self.processor)
 
     @property
     def _display_name(self) -> str:
         return self.name_or_path or type(self).__name__
 
-    def _digests(self) -> tuple[str, str]:
-        """Return the model's digests: without its memory (the identity of stored embeddings), and as a whole."""
-        # cached, because galleries need it for every query and hashing gigabytes takes seconds
-        state = self._fingerprint_settings(), Fingerprint.state(self)
-        if self._hashed is None or self._hashed[0] != state:
-            self._hashed = state, *self._hash(load_unrounded(self), state[0])
-        return self._hashed[1:]
-
-    @staticmethod
-    def _hash(model: SpacesModel, beside: str) -> tuple[str, str]:
-        plain = Fingerprint.from_module(model, json.loads(beside), without="memory")
-        if model.memory is None:
-            return plain.digest, plain.digest
-        return plain.digest, plain.derive(Fingerprint.from_module(model.memory, model.memory.settings).digest).digest
-
-    def written_fingerprint(self) -> Fingerprint:
-        """Return the fingerprint after :meth:`save_pretrained`; rounded weights in a half-precision model change it."""
-        return Fingerprint(self._written_digests()[1], self._display_name)
-
-    def _written_digests(self) -> tuple[str, str]:
-        return self._digests() if self._read_from is None else self._hash(self, self._fingerprint_settings())
-
-    def saved_embedding_fingerprints(self) -> list[Fingerprint]:
-        """Return the fingerprints of the saved model's own and stored embeddings, or of a map's encoder, if known."""
-        if self.embeds_in_memory:
-            return [Fingerprint(self.config.encoder["fingerprint"])] if self.config.encoder is not None else []
-        own = Fingerprint(self._written_digests()[0])
-        return [own, *([own.derive("view")] if self.stores_view else [])]
-
-    def _fingerprint_settings(self) -> str:
-        """Return a fingerprint's other contents than weights, as JSON."""
-        own = {key: getattr(self.config, key, None) for key in ("model_type", "adapters", "embedding_dim")}
-        own["encoder"] = (self.config.encoder or {}).get("fingerprint")
-        own["old"] = [version.digest for version in self.compatible_with]
-        if self.metric == "l2":
-            own["metric"] = "l2"
-        # the digest of an outside encoder includes its preprocessing
-        seen = {} if self.embeds_in_memory else {"processor": self.processor.describe()}
-        return json.dumps(own | seen, default=str)
-
     @property
     def compatible_with(self) -> list[Fingerprint]:
         """Return the versions whose galleries this model can search, nearest first."""
-        return [version for version, _ in self.version_dims()]
-
-    def version_dims(self) -> list[tuple[Fingerprint, int]]:
-        """Return the compatible versions with their dimensions, nearest first."""
-        old = self.config.old
-        versions = [old, *(old.get("compatible_with") or [])] if old is not None else []
-        return [(Fingerprint(item["fingerprint"], item["name"]), item["dim"]) for item in versions]
+        return [version.fingerprint for version in self.config.versions]
 
     def to_space(self, embeds: Tensor, version: Fingerprint | None = None) -> Tensor:
         """Turn own embeddings into queries for an older gallery: :meth:`to_space_without_memory`, then the memory.
@@ -171,7 +153,7 @@ class SpacesModel(PreTrainedModel):
             (B, d) float32, L2-normalised.
         """
         view = self.to_old_space(embeds)
-        dim = view.shape[1] if version is None else dict(self.version_dims()).get(version, view.shape[1])
+        dim = view.shape[1] if version is None else dict(self.config.versions).get(version, view.shape[1])
         return view if dim == view.shape[1] else self.apply_metric(view[:, :dim])
 
     def to_old_space(self, embeds: Tensor) -> Tensor:
@@ -340,18 +322,3 @@ class SpacesModel(PreTrainedModel):
     def to_gallery_space(self, embeds: Tensor) -> Tensor:
         """Convert own embeddings for storage in a gallery, without the memory."""
         return self.to_space_without_memory(embeds) if self.stores_view else embeds
-
-    def embeds_fingerprint(self) -> Fingerprint:
-        """Return the fingerprint of the model's embeddings, i.e. without its memory."""
-        return Fingerprint(self._digests()[0], self._display_name)
-
-    def stored_fingerprint(self) -> Fingerprint:
-        """Return the fingerprint of embeddings from :meth:`to_gallery_space`."""
-        plain = self.embeds_fingerprint()
-        return plain.derive("view") if self.stores_view else plain
-
-    @property
-    def stored_dim(self) -> int:
-        """Return the dimension of embeddings from :meth:`to_gallery_space`."""
-        assert not self.stores_view or self.config.old is not None
-        return self.config.old["dim"] if self.stores_view else self.config.embedding_dim

@@ -121,5 +121,5 @@ def existing_embeddings(gallery: Path, embedder: Embedder) -> NewEmbeddings | No
     """Return the new embeddings that re-ranked searches cached for a model, or None."""
     model = query_model(embedder)
     if isinstance(model, CompatModel):
-        return NewEmbeddings.find(gallery, model.embeds_fingerprint(), model.config.embedding_dim)
+        return NewEmbeddings.find(gallery, *model.lineage.embeds)
     return NewEmbeddings.find(gallery, embedder.version, embedder.dim)

@@ -134,6 +134,6 @@ def _advise(model: CompatModel, have: int) -> str:
         maker = str(model.config.encoder["name"])
     else:
         maker = "the new model that the map was fitted on" if model.embeds_in_memory else "this model"
-    looks = [version for version, dim in model.version_dims() if dim == have]
+    looks = [version for version, dim in model.config.versions if dim == have]
     like = f" ({looks[0].name} has {have}: its queries need no map, search with --model {looks[0].name})" if looks else ""
     return f"embed the queries with {maker}{like}"

@@ -117,7 +117,7 @@ def _model_of_vectors(index: Path, model: Model, old: Embedder | None) -> tuple[
         )
     if not model.compatible_with:
         return (model if old is None else old), None
-    searched, dim = model.version_dims()[0]
+    searched, dim = model.config.versions[0]
     head = read_head(index)
     if head is not None and head[0] != dim:
         raise XcompatError(

@@ -383,7 +383,7 @@ class Reranker:
         model = query_model(self.source)
         if gallery is None or (isinstance(model, CompatModel) and model.stores_view):
             return {}
-        version = model.stored_fingerprint() if isinstance(model, CompatModel) else model.version
+        version = model.lineage.stores.fingerprint if isinstance(model, CompatModel) else model.version
         names = [name for name, hit in wanted.items() if hit.version.digest == version.digest]
         return gallery.vectors(names) if names else {}
 

@@ -46,9 +46,9 @@ def stored_version(model: Model, dim: int | None) -> VersionRecord:
     """
     compat = _compat(model)
     if compat is not None:
-        version = compat.stored_fingerprint()
         shares = tuple(older.digest for older in compat.compatible_with) if compat.stores_view else ()
-        known = {"digest": version.digest, "name": version.name, "dim": compat.stored_dim, "shares": shares}
+        version, dim = compat.lineage.stores
+        known = {"digest": version.digest, "name": version.name, "dim": dim, "shares": shares}
         if compat.maps_galleries or not compat.compatible_with:
             return VersionRecord(**known)
         scale = tuple(compat.score_scales.old) if compat.score_scales is not None else None
@@ -74,18 +74,18 @@ def searchable_versions(model: CompatModel | Embedder) -> list[VersionRecord]:
     own, compat = stored_version(model, None), _compat(model)
     if compat is None or not compat.stores_view:
         return [own]
-    return [*(VersionRecord(digest=older.digest, name=older.name, dim=dim) for older, dim in compat.version_dims()), own]
+    return [*(VersionRecord(digest=older.digest, name=older.name, dim=dim) for older, dim in compat.config.versions), own]
 
 
 def upgraded_version(model: CompatModel) -> VersionRecord:
     """Describe the embeddings that a model maps; they share its encoder's space, if known."""
     own = model.fingerprint()
-    shares = tuple(encoder.digest for encoder in model.saved_embedding_fingerprints()) if model.embeds_in_memory else ()
+    shares = (model.config.encoder["fingerprint"],) if model.embeds_in_memory and model.config.encoder is not None else ()
     digest = own.derive(UPGRADED).digest
     side = model.config.new_side_info["fingerprint"] if model.writes_side_info else None
     scale = tuple(model.score_scales.new) if model.score_scales is not None else None
     known = {"digest": digest, "name": own.name, "dim": model.config.embedding_dim, "shares": shares, "side_info": side}
-    return VersionRecord(**known, scaled_to=model.stored_fingerprint().digest, score_scale=scale)
+    return VersionRecord(**known, scaled_to=model.lineage.stores.fingerprint.digest, score_scale=scale)
 
 
 def identity(model: Model) -> Fingerprint:
@@ -183,7 +183,7 @@ def query_view(model: Model, embeds_QD: ArrayLike, version: VersionRecord) -> ND
         stores = getattr(model, "passages", None) or model  # an embedder with query prompts searches its passages
         return embeds if identity(stores).digest in known else None
     if compat is not model:  # an embedder outputs the stored form
-        shared = {compat.stored_fingerprint().digest}
+        shared = {compat.lineage.stores.fingerprint.digest}
         if compat.stores_view:
             shared |= {older.digest for older in compat.compatible_with}
         return embeds if shared & {version.digest, *version.shares} else None
@@ -201,7 +201,7 @@ def _at_length_one(model: CompatModel, embeds_QD: NDArray[np.float32]) -> NDArra
 
 
 def _compat_view(model: CompatModel, embeds: NDArray[np.float32], version: VersionRecord) -> NDArray[np.float32] | None:
-    own = model.stored_fingerprint()
+    own = model.lineage.stores.fingerprint
     if version.digest == own.digest:  # metric and memory help here as for old embeddings
         return _apply_in_chunks(model.to_space if model.stores_view else model.self_view, embeds, model)
     if model.maps_galleries:
@@ -266,7 +266,7 @@ def takes_old_queries(model: Model, version: VersionRecord) -> bool:
         return False
     if compat.memory is None and compat.config.old_share is None:
         return False
-    if version.digest == compat.stored_fingerprint().digest:
+    if version.digest == compat.lineage.stores.fingerprint.digest:
         return False
     return compat.compatible_with[0].digest in (version.digest, *version.shares)
 
@@ -294,7 +294,7 @@ def score_scale(model: Model, version: VersionRecord) -> ScoreScale | None:
     if version.scaled_to is None:
         return ScoreScale()
     compat = _compat(model)
-    searches_own = compat is not None and not compat.maps_galleries and version.digest == compat.stored_fingerprint().digest
+    searches_own = compat is not None and not compat.maps_galleries and version.digest == compat.lineage.stores.fingerprint.digest
     if compat is not None and compat is model and searches_own:
         return compat.score_scales.new if compat.score_scales is not None else None
     return ScoreScale(*version.score_scale) if version.score_scale is not None else None
@@ -406,7 +406,7 @@ def alias_advice(model: Model, version: VersionRecord, place: object) -> str | N
     compat, own = _compat(model), version.fingerprint
     if compat is not None and compat.maps_galleries:
         return None
-    known = compat.version_dims() if compat is not None else [(identity(model), version.dim)]
+    known = compat.config.versions if compat is not None else [(identity(model), version.dim)]
     for candidate, dim in known:
         if dim == version.dim and (candidate.is_name_only or own.is_name_only):
             which = "map was fitted for" if compat is not None else "queries are of"

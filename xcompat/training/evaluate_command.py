@@ -242,7 +242,7 @@ def _map_queries(own: C, old: C, by_map: Path, model: CompatModel) -> dict[str, 
     """Return mapped queries, also without the map's memory, and the vectors of a backfill."""
     if model.maps_galleries or not model.compatible_with:
         raise XcompatError(f"{by_map} does not map queries into an old space; choose a folder of `xcompat map`")
-    dims = model.config.embedding_dim, model.version_dims()[0][1]
+    dims = model.config.embedding_dim, model.config.versions[0].dim
     if (own.dim, old.dim) != dims:
         raise XcompatError(
             f"{by_map} maps {dims[0]} to {dims[1]} dimensions, but {own.name} has {own.dim} and {old.name} {old.dim}: use "

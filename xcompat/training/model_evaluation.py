@@ -75,12 +75,12 @@ def embed_new(
         upgraded = map_contestant(old, f"{old.name}, mapped", derived, model.upgrade, model.device, side_info)
         forgetful = None
         if model.memory is not None:
-            named = f"{old.name}, mapped without memory", model.embeds_fingerprint().derive("upgrade")
+            named = f"{old.name}, mapped without memory", model.lineage.embeds.fingerprint.derive("upgrade")
             forgetful = map_contestant(old, *named, model.own_upgrade, model.device, side_info)
         return EvaluatedModels(old, own, own, independent, upgraded=upgraded, forgetful=forgetful, side_info=side_info)
     version, backfilled = old.fingerprint, None
     asking = raw if old_on_new else raw.without_gallery()
-    if model.memory is not None or model.embeds_in_memory or model.stored_dim != model.config.embedding_dim:
+    if model.memory is not None or model.embeds_in_memory or model.lineage.stores.dim != model.config.embedding_dim:
         stored = fingerprint.derive("backfilled")  # otherwise new/new measures this
         backfilled = map_contestant(raw, name, stored, partial(model.to_space_without_memory, version=version), model.device)
     view, alone, extra = map_queries(model, asking, old, name, version)
@@ -105,7 +105,7 @@ def map_queries(
     """
     extra = {}
     if model.memory is not None:
-        plain = model.embeds_fingerprint().derive("view")
+        plain = model.lineage.embeds.fingerprint.derive("view")
         without_memory = partial(model.to_space_without_memory, version=version)
         extra[WITHOUT_MEMORY] = map_contestant(asking, name, plain, without_memory, model.device)
     view = map_contestant(

@@ -134,8 +134,9 @@ def _copy_model(folder: Path, target: Path) -> None:
 def _checkpoint(folder: Path, form: Form, memory: MemoryParts) -> _PushArguments:
     with reading_model(str(folder)):
         model: CompatModel = AutoModel.from_pretrained(str(folder))
-    run = run_facts(folder, model.written_fingerprint())
-    known = [model.fingerprint(), model.written_fingerprint(), model.embeds_fingerprint(), model.stored_fingerprint()]
+    lineage, written = model.lineage, model.written_lineage.model
+    run = run_facts(folder, written)
+    known = [lineage.model, written, lineage.embeds.fingerprint, lineage.stores.fingerprint]
     if memory != "full":
         model = _without_memory(model, folder, memory)
         run = _date_results(run, "before the memory was removed")
