@@ -31,7 +31,7 @@ from xcompat.models.embedder import load_checkpoint
 from xcompat.report import load_report
 from xcompat.retrieval import Gallery
 from xcompat.stores.mapping import Mapping
-from xcompat.training.stored_models import is_stored, load_stored, require_stored
+from xcompat.training.stored_models import is_stored, load_frozen, load_stored, require_stored
 
 COUNT, DIM = 60, 8
 IDS = [f"{row:03}" for row in range(COUNT)]
@@ -252,6 +252,12 @@ def test_rows_of_an_old_model_need_ids(tmp_path: Path) -> None:
     refuses("b.parquet has no ids; write the id of each vector to b.ids.txt beside it", load_stored, str(tmp_path / "b.parquet"))
     _write_ids(tmp_path / "b.ids.txt")
     assert load_stored(str(tmp_path / "b.parquet")).ids == IDS
+    formats.pq.write_table(formats.pa.table({"key_2": IDS, "first": list(NEW), "second": list(OLD)}), tmp_path / "c.parquet")
+    chosen = EncoderSource(name=str(tmp_path / "c.parquet"), vector_name="second", id_column="key_2")
+    stored = load_stored(chosen)
+    assert stored.ids == IDS and np.array_equal(stored.embeds_Nd, OLD) and load_frozen(chosen).digest == stored.digest
+    refuses("c.parquet has no column 'id' .*; choose one with --id-column .id_column in a recipe", load_stored, chosen.name)
+    refuses("vector_name needs stored embeddings, but r is a model", load_frozen, EncoderSource(name="r", vector_name="x"))
     refuses("sqlit is not a kind of store; did you mean 'sqlite'", require_stored, "sqlit:///shop.db?table=items")
     (tmp_path / "model").mkdir()
     for name in ("config.json", "examples.jsonl"):

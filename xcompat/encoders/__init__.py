@@ -46,6 +46,8 @@ class EncoderSource(BaseModel):
         query_prompt: a text model's prompt before queries; None to use the default, empty for no prompt.
         passage_prompt: a text model's prompt before passages, with the same defaults.
         truncate_dim: number of a text model's dimensions to keep; None to use the default.
+        vector_name: column or named vector of stored embeddings, for ``old``; None for the usual names.
+        id_column: column of their ids; None for the usual names.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -57,6 +59,8 @@ class EncoderSource(BaseModel):
     query_prompt: str | None = None
     passage_prompt: str | None = None
     truncate_dim: int | None = Field(None, ge=1)
+    vector_name: str | None = None
+    id_column: str | None = None
 
     @model_validator(mode="after")
     def _split_revision(self) -> Self:
@@ -106,8 +110,10 @@ class EncoderSource(BaseModel):
         if Path(self.place).exists() and not any((Path(self.place) / file).is_file() for file in MODEL_FILES):
             raise XcompatError(f"{self.place} contains no model (config.json is missing); choose a model folder or a run folder")
 
-    def require_reads_texts(self) -> None:
-        """Raise if prompts or ``truncate_dim`` are set for a model from another library than sentence-transformers."""
+    def require_settings_used(self) -> None:
+        """Raise if settings of stored embeddings are set, or settings of texts for another than a sentence-transformers model."""
+        if given := [key for key in ("vector_name", "id_column") if getattr(self, key) is not None]:
+            raise XcompatError(f"{given[0]} needs stored embeddings, but {self.name} is a model; remove {given[0]}")
         given = [key for key in ("query_prompt", "passage_prompt", "truncate_dim") if getattr(self, key) is not None]
         if given and self.library != SENTENCE_TRANSFORMERS:
             raise XcompatError(f"{given[0]} needs a sentence-transformers model, but {self.name} is not one; remove {given[0]}")
@@ -208,7 +214,7 @@ def load_encoder(source: EncoderSource | str) -> tuple[Encoder, Processor]:
     """
     source = EncoderSource(name=source) if isinstance(source, str) else source
     source.check_folder()
-    source.require_reads_texts()
+    source.require_settings_used()
     from xcompat.encoders.alignment import copy_unaligned
 
     with reading_model(source.name, source.revision):

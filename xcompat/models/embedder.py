@@ -215,7 +215,7 @@ def load_checkpoint(source: EncoderSource | str) -> CompatModel:
     source = require_xcompat_model(source)
     if not is_checkpoint(source.name, source.revision):
         raise XcompatError(f"{source.name} {NOT_XCOMPAT}")
-    source.require_reads_texts()
+    source.require_settings_used()
     if source.image_size is not None:
         raise XcompatError(f"{source.name} reads images of the size it was trained with; remove image_size")
     with reading_model(source.name, source.revision):

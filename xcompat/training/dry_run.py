@@ -168,7 +168,7 @@ def _real_dim(source: EncoderSource) -> int | None:
     if source.name.startswith(STAGE_PREFIX):
         return None
     if is_stored(source.name):
-        return load_stored(source.name).dim
+        return load_stored(source).dim
     return read_embedding_dim(source)
 
 

@@ -100,6 +100,7 @@ def _path_checks(settings: StageRecipe, is_trained: bool = False) -> Iterator[tu
 def _check_model(model: EncoderSource) -> None:
     if not require_stored(model.name):
         model.check_folder()
+        model.require_settings_used()
 
 
 def _check_source(source: Source) -> str:

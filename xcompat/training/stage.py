@@ -129,7 +129,7 @@ class Stage:
         """
         source = getattr(self.settings, role)
         if role in STORED_ROLES and isinstance(source, EncoderSource) and is_stored(source.name):
-            return load_stored(source.name)
+            return load_stored(source)
         embedder = self.embedder(role)
         return replace(embedder, reads=self.settings.data.old_reads) if role == "old" else embedder
 
@@ -193,9 +193,9 @@ class Stage:
 
     def old_dim(self) -> int | None:
         """Return the old model's dimension, if known before training."""
-        name = self.settings.old.name if self.settings.old is not None else ""
-        if not name.startswith(STAGE_PREFIX):
-            return load_stored(name).dim if name and is_stored(name) else None
+        old = self.settings.old
+        if old is None or not (name := old.name).startswith(STAGE_PREFIX):
+            return load_stored(old).dim if old is not None and is_stored(old.name) else None
         made_by = next(stage for stage in self.recipe.stages if stage.name == name.removeprefix(STAGE_PREFIX))
         return Stage(self.recipe, made_by).planned_dim()
 

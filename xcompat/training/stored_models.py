@@ -9,6 +9,7 @@ from xcompat.encoders import MODEL_FILES
 from xcompat.mapping.sides import kinds_in
 from xcompat.stores.places import (
     Place,
+    Reading,
     StoreAddress,
     find_ids_beside,
     find_stored_model,
@@ -18,7 +19,7 @@ from xcompat.stores.places import (
     parse_place,
     read_named,
 )
-from xcompat.vectors import formats
+from xcompat.vectors import Columns, formats
 
 if TYPE_CHECKING:
     import torch
@@ -58,20 +59,26 @@ def require_stored(name: str) -> bool:
     return _is_place(place) or (isinstance(place, Path) and formats.check_stored(place))
 
 
-def load_stored(name: str) -> StoredModel:
+def load_stored(source: EncoderSource | str) -> StoredModel:
     """Load stored embeddings. The ids of an index or an array are in it, or in a file beside it.
+
+    Args:
+        source: their place, or their place and columns.
 
     Raises:
         XcompatError: they are unusable, or have no ids.
     """
     from xcompat.models.stored import StoredModel
 
+    name, columns = source if isinstance(source, str) else source.name, Columns()
+    if not isinstance(source, str):
+        columns = Columns(source.id_column, source.vector_name)
     place = parse_place(name)
     if isinstance(place, Path) and not _is_place(place):
         return StoredModel(place)
     known = find_stored_model(place)
     named = Path(place.stem) if isinstance(place, StoreAddress) else place
-    return StoredModel(named, read_named(place), known[0] if known is not None else None)
+    return StoredModel(named, read_named(place, Reading(columns=columns)), known[0] if known is not None else None)
 
 
 def load_frozen(source: EncoderSource | str, device: torch.device | str = "cpu") -> FrozenModel:
@@ -84,4 +91,4 @@ def load_frozen(source: EncoderSource | str, device: torch.device | str = "cpu")
     from xcompat.models.embedder import load_embedder
 
     name = source if isinstance(source, str) else source.name
-    return load_stored(name) if is_stored(name) else load_embedder(source, device)
+    return load_stored(source) if is_stored(name) else load_embedder(source, device)

@@ -62,7 +62,7 @@ def check_inputs(stage: Stage, checkpoints: Path) -> None:
                 f"{role} to the model, or remove data.views"
             )
     if stage.settings.old is not None and is_stored(stage.settings.old.name):
-        old = load_stored(stage.settings.old.name)
+        old = load_stored(stage.settings.old)
         if old.embeds_Nd is not None:
             old.lookup(stage.images.dataset[ID])
 

@@ -312,8 +312,9 @@ def _choose_columns(file: Path, names: list[str], columns: Columns) -> dict[str,
     """Choose the columns with the id, the embedding and, if any, the scale; return column -> its name in the result."""
     id_column, embedding = columns.find_id(names), columns.find_vector(names)
     if embedding is None or (id_column is None and columns.needs_ids):
-        missing, option = (EMBEDDING, "--vector-name") if id_column is not None else (ID, "--id-column")
-        raise XcompatError(f"{file} has no column {missing!r} (it has {', '.join(names)}); choose one with {option}")
+        missing, option = (EMBEDDING, "vector_name") if id_column is not None else (ID, "id_column")
+        typed = f"--{option.replace('_', '-')} ({option} in a recipe)"
+        raise XcompatError(f"{file} has no column {missing!r} (it has {', '.join(names)}); choose one with {typed}")
     chosen = {id_column: ID} if id_column is not None else {}
     return chosen | {embedding: EMBEDDING} | ({SCALE: SCALE} if SCALE in names else {})
 
