@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
 from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi
 from huggingface_hub.errors import RevisionNotFoundError
@@ -23,11 +23,23 @@ _WEIGHTS = re.compile(rf"({LORA}/)?[^/]+\.safetensors(\.index\.json)?")
 _BESIDE_A_MODEL = {".gitattributes", "README.md", "LICENSE"}
 
 
-def push_model(
+class PushedModel(NamedTuple):
+    """Model to push.
+
+    Args:
+        facts: facts for the card.
+        config: configuration of a compatible model or plain encoder.
+        write: writes all files of the model but the card into a folder.
+    """
+
+    facts: ModelFacts
+    config: dict[str, Any]
+    write: Callable[[Path], object]
+
+
+def push(
+    model: PushedModel,
     repo: str,
-    model: ModelFacts,
-    config: dict[str, object],
-    write: Callable[[Path], object],
     run: RunFacts | None = None,
     *,
     private: bool | None = None,
@@ -41,10 +53,8 @@ def push_model(
     """Push a model with its preprocessing and card. Local paths are removed, and other models are not replaced.
 
     Args:
+        model: the model.
         repo: ``user/name``, or a name in the user's own account.
-        model: facts about the model for the card.
-        config: configuration of a compatible model or plain encoder.
-        write: writes all files of the model but the card into a folder.
         run: facts about the run for the card.
         private: whether the repository is private. None for private only if the base is gated or private.
         overwrite: whether to replace another model in the repository, and delete its other files.
@@ -60,15 +70,16 @@ def push_model(
     Raises:
         XcompatError: the repository contains another model or has another visibility, or the Hub refuses or cannot be reached.
     """
-    base = model.look_up_base(token)
+    facts, config, write = model
+    base = facts.look_up_base(token)
     private = True if private is None and base is not None and base.restricted else private
-    lineage = _lineage_of(config, model.fingerprint.digest if model.fingerprint is not None else None)
+    lineage = _lineage_of(config, facts.fingerprint.digest if facts.fingerprint is not None else None)
     repo = _open_repository(repo, lineage, private, revision, overwrite, token)
     with TemporaryDirectory() as temporary:
         folder = Path(temporary) / "model"
         write(folder)
         _hide_paths(folder)
-        model_card(repo, model, base, run, license, tags).save(folder / "README.md")
+        model_card(repo, facts, base, run, license, tags).save(folder / "README.md")
         return _upload(folder, repo, revision, overwrite, token, **commit)
 
 

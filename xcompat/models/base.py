@@ -6,7 +6,6 @@ import copy
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -23,11 +22,11 @@ from xcompat.encoders.base import EmbedsBatches, Encoder
 from xcompat.encoders.penultimate import Penultimate
 from xcompat.encoders.processor import Processor
 from xcompat.encoders.text_files import SENTENCE_TRANSFORMERS
-from xcompat.hub.push import push_model
+from xcompat.hub.push import push
 from xcompat.models import checkpoint
 from xcompat.models.config import CompatConfig
 from xcompat.models.indexed_memory import build_memory
-from xcompat.models.push import PUSH_ARGUMENTS, model_facts
+from xcompat.models.push import PUSH_ARGUMENTS, prepare_push
 from xcompat.models.query_memory import QueryMemory
 from xcompat.models.trainable_model import LearningModel
 from xcompat.outputs import Batch, CompatOutput
@@ -368,17 +367,8 @@ class CompatModel(LearningModel, EmbedsBatches):
             XcompatError: the repository contains another model or has another visibility, or the Hub refuses or cannot be
                 reached.
         """
-        return push_model(
-            repo_id,
-            model_facts(self),
-            self.config.to_dict(),
-            partial(self.save_pretrained, max_shard_size=max_shard_size),
-            overwrite=overwrite,
-            private=private,
-            license=license,
-            tags=[tags] if isinstance(tags, str) else tags or [],
-            **kwargs,
-        )
+        kwargs |= {"overwrite": overwrite, "private": private, "license": license}
+        return push(prepare_push(self, max_shard_size), repo_id, tags=[tags] if isinstance(tags, str) else tags or [], **kwargs)
 
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)

@@ -1,11 +1,13 @@
-"""Facts of compatible models for their cards on the Hub."""
+"""Preparation of compatible models for the Hub."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from xcompat.hub.card import ModelFacts
 from xcompat.hub.endpoint import replace_by_hub_name
+from xcompat.hub.push import PushedModel
 from xcompat.models.config import described_versions
 
 PUSH_ARGUMENTS = (
@@ -20,6 +22,16 @@ PUSH_ARGUMENTS = (
     "tags",
 )
 """Arguments of ``save_pretrained(push_to_hub=True)`` for the push."""
+
+
+def prepare_push(model: Any, max_shard_size: int | str = "50GB") -> PushedModel:  # noqa: ANN401 - a CompatModel
+    """Return a model's facts, configuration and files.
+
+    Args:
+        model: the model.
+        max_shard_size: maximum size of a weight file.
+    """
+    return PushedModel(model_facts(model), model.config.to_dict(), partial(model.save_pretrained, max_shard_size=max_shard_size))
 
 
 def model_facts(model: Any) -> ModelFacts:  # noqa: ANN401 - a CompatModel, which imports this module

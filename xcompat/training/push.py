@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import yaml
 from transformers import AutoModel
@@ -29,11 +29,12 @@ from xcompat.evaluation.cases import ALL
 from xcompat.hub.card import ModelFacts, RunFacts
 from xcompat.hub.endpoint import CONFIGS, is_dataset, plain_name, public_name
 from xcompat.hub.metadata import Gain
-from xcompat.hub.push import push_model, record_push
+from xcompat.hub.push import PushedModel, record_push
+from xcompat.hub.push import push as push_model
 from xcompat.mapping.choice_report import read_gains
 from xcompat.models import CompatModel
 from xcompat.models.embedder import is_checkpoint
-from xcompat.models.push import model_facts
+from xcompat.models.push import prepare_push
 from xcompat.report import Report, load_report, render_markdown, report_file
 from xcompat.report.storage import is_report_of_map
 from xcompat.report.wording import NOT_SHOWN, search_name
@@ -48,16 +49,6 @@ HELD_OUT = "a validation split of its training set"
 _OF_ENCODERS = (*PATTERNS, MODULES, MODEL_CONFIG, CHECKSUMS, "*.jinja", "*.tiktoken", "LICENSE*", "NOTICE*")
 """Pushed files of a plain encoder."""
 _PARTS = ("images", "pairs", "text_pairs", "remembered", "texts", "queries", "gallery", "test", "judged_texts", "zero_shot")
-
-
-class _PushArguments(NamedTuple):
-    """Arguments of :func:`~xcompat.hub.push.push_model`, and the model's digests."""
-
-    facts: ModelFacts
-    config: dict[str, Any]
-    write: Callable[[Path], object]
-    run: RunFacts
-    fingerprints: list[str]
 
 
 def push(
@@ -90,8 +81,8 @@ def push(
         XcompatError: the model, its form or the repository does not fit, or the Hub fails.
     """
     folder = find_model(Path(target))
-    facts, config, write, run, known = (_checkpoint if is_checkpoint(str(folder)) else _encoder)(folder, form, memory)
-    commit = push_model(repo, facts, config, write, run, private=private, overwrite=overwrite, revision=revision, license=license)
+    model, run, known = (_checkpoint if is_checkpoint(str(folder)) else _encoder)(folder, form, memory)
+    commit = push_model(model, repo, run, private=private, overwrite=overwrite, revision=revision, license=license)
     if form != "merged" and memory == "full":  # else existing galleries belong to another model
         try:
             record_push(folder, commit, known)
@@ -109,7 +100,7 @@ def _without_memory(model: CompatModel, folder: Path, memory: MemoryParts) -> Co
     return model.remember(model.memory.without_entries() if memory == "transform" else None)
 
 
-def _encoder(folder: Path, form: Form, memory: MemoryParts) -> _PushArguments:
+def _encoder(folder: Path, form: Form, memory: MemoryParts) -> tuple[PushedModel, RunFacts, list[str]]:
     if form != "as it is" or memory != "full":
         raise XcompatError(f"{folder} is a plain encoder without adapters or a memory; push it as it is")
     encoder, processor = load_encoder(str(folder))
@@ -117,8 +108,7 @@ def _encoder(folder: Path, form: Form, memory: MemoryParts) -> _PushArguments:
     about: dict[str, Any] = {"embeds_texts": encoder.has_text, "embeds_images": encoder.has_images, "library": encoder.library}
     facts = ModelFacts("encoder", citation, known, encoder.embedding_dim, embeds=[known.digest], **about)
     config = next(read_json(folder / name) for name in CONFIGS if (folder / name).exists())
-    write = partial(_copy_model, folder)
-    return _PushArguments(facts, config, write, run_facts(folder, known), [known.digest])
+    return PushedModel(facts, config, partial(_copy_model, folder)), run_facts(folder, known), [known.digest]
 
 
 def _copy_model(folder: Path, target: Path) -> None:
@@ -131,7 +121,8 @@ def _copy_model(folder: Path, target: Path) -> None:
                 shutil.copy2(file, copied / file.name)
 
 
-def _checkpoint(folder: Path, form: Form, memory: MemoryParts) -> _PushArguments:
+def _checkpoint(folder: Path, form: Form, memory: MemoryParts) -> tuple[PushedModel, RunFacts, list[str]]:
+    """Return a compatible model in a form, facts about its run, and its fingerprints before."""
     with reading_model(str(folder)):
         model: CompatModel = AutoModel.from_pretrained(str(folder))
     lineage, written = model.lineage, model.written_lineage.model
@@ -147,13 +138,14 @@ def _checkpoint(folder: Path, form: Form, memory: MemoryParts) -> _PushArguments
         run = _date_results(run, "before LoRA was merged into the weights")
     elif form == "adapters":
         model.leave_out_base()
-    facts = model_facts(model)
+    pushed = prepare_push(model)
+    facts = pushed.facts
     if facts.holds != "all" and facts.base is not None and facts.base["library"] != "xcompat" and facts.base_on_hub is None:
         base = facts.base["name"]
         if facts.holds == "adapters":
             raise XcompatError(f"its base {base} is a local folder, so others cannot load it; push the whole model")
         console.print(f"[yellow]its base {literal(base)} is a local folder: others can only apply the map to embeddings[/]")
-    return _PushArguments(facts, model.config.to_dict(), model.save_pretrained, run, [each.digest for each in known])
+    return pushed, run, [each.digest for each in known]
 
 
 def _date_results(run: RunFacts, when: str) -> RunFacts:
