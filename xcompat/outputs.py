@@ -10,6 +10,15 @@ from transformers.utils.generic import ModelOutput
 
 Batch = Mapping[str, Tensor]
 """Columns of B samples by name, from a collator."""
+PASSAGES = (
+    "passage_input_ids",
+    "passage_attention_mask",
+    "passage_ids",
+    "negative_input_ids",
+    "negative_attention_mask",
+    "negative_ids",
+)
+"""Batch columns of searched texts, which replace ``pixel_values``."""
 
 
 @dataclass(frozen=True)

@@ -158,3 +158,13 @@ def _is_scale(value: object) -> bool:
         all(isinstance(each, int | float) and not isinstance(each, bool) and math.isfinite(each) for each in value)
         and value[0] > 0
     )
+
+
+def carry_threshold(described: Mapping[str, object] | None, old: float, name: str) -> CarriedThreshold:
+    """Return the replacement of an old threshold, or raise if ``config.thresholds`` has no measurement for it."""
+    known = Thresholds.read(described) if described is not None else None
+    if known is not None and (found := known.interpolate(old)) is not None:
+        return found
+    reach = "no thresholds" if known is None else f"thresholds from {known.old[0]:g} to {known.old[-1]:g}"
+    measure = f"measure it on a test set with `xcompat evaluate --threshold {old:g}`"
+    raise XcompatError(f"threshold {old:g} is unknown: {name} has {reach}; {measure}")

@@ -22,8 +22,7 @@ from xcompat.models.classified import ClassifiedConfig, ClassifiedModel
 from xcompat.models.config import CompatConfig
 from xcompat.models.pair_contrast import pair_contrast
 from xcompat.models.registry import register
-from xcompat.models.trainable_model import PASSAGES
-from xcompat.outputs import Batch, CompatOutput
+from xcompat.outputs import PASSAGES, Batch, CompatOutput
 
 
 class IndependentConfig(ClassifiedConfig):

@@ -28,9 +28,7 @@ from xcompat.hub.endpoint import is_hub_name, look_up, plain_name
 from xcompat.models.config import QUERIES
 
 
-class SavedModel(Protocol):
-    """The parts of a compatible model that are read or written."""
-
+class _SavedModel(Protocol):
     config: Any
     encoder: Encoder | None
     name_or_path: str | None
@@ -39,28 +37,16 @@ class SavedModel(Protocol):
     _read_from: tuple[Any, dict[str, Any]] | None
 
     @property
-    def processor(self) -> Processor:
-        """Return the encoder's preprocessing."""
+    def processor(self) -> Processor: ...
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """Return the weights by name."""
+    def state_dict(self) -> dict[str, Tensor]: ...
 
 
-M = TypeVar("M", bound=SavedModel)
+M = TypeVar("M", bound=_SavedModel)
 
 
 def load(cls: type[M], name: str | os.PathLike[Any] | None, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - transformers' own
-    """Load a checkpoint: :meth:`CompatModel.from_pretrained`.
-
-    Args:
-        cls: the model's class.
-        name: model folder, run folder or Hub name.
-        args: as in transformers.
-        kwargs: as in transformers.
-
-    Returns:
-        The model (with loading information, if requested).
-    """
+    """Load a model of a class: :meth:`~xcompat.models.CompatModel.from_pretrained`."""
     if name is not None and not kwargs.get("subfolder"):
         name = model_folder(name)
     with_info = kwargs.pop("output_loading_info", False)
@@ -132,18 +118,8 @@ def _notice_role(model: Any) -> None:  # noqa: ANN401 - a loaded model
         )
 
 
-def save(model: SavedModel, folder: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - transformers' own
-    """Write weights, configuration and, unless it is a map, its encoder's preprocessing.
-
-    Args:
-        model: the model.
-        folder: output folder for :func:`load`, created if missing.
-        args: as in transformers.
-        kwargs: as in transformers.
-
-    Raises:
-        XcompatError: the preprocessing is no longer at the model's source; the weights are written.
-    """
+def save(model: _SavedModel, folder: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - transformers' own
+    """Write a model's files: :meth:`~xcompat.models.CompatModel.save_pretrained`."""
     if model.config.weights == "adapters":
         kwargs["state_dict"] = _differences_from_base(model, kwargs.get("state_dict") or model.state_dict())
     write: Any = PreTrainedModel.save_pretrained
@@ -159,7 +135,7 @@ def save(model: SavedModel, folder: str | os.PathLike[str], *args: Any, **kwargs
     record_model(folder)
 
 
-def _save_lora(model: SavedModel, folder: Path) -> None:
+def _save_lora(model: _SavedModel, folder: Path) -> None:
     """Write an additional LoRA copy in PEFT's format.
 
     PEFT's format has no prompts or heads, and transformers would load such a folder with PEFT only.
@@ -174,13 +150,8 @@ def _save_lora(model: SavedModel, folder: Path) -> None:
 # ------------------------------------------------------------------------------------------ adapters without their base
 
 
-def leave_out_base(model: SavedModel) -> None:
-    """Set a model to save only adapters, prompts and heads, with its base's commit.
-
-    Raises:
-        XcompatError: it has no adapters, or its base cannot be loaded.
-        FingerprintMismatchError: the base has changed since training.
-    """
+def leave_out_base(model: _SavedModel) -> None:
+    """Set a model to save only differences from its base: :meth:`~xcompat.models.CompatModel.leave_out_base`."""
     described, name = model.config.encoder, type(model).__name__
     if model.encoder is None:
         raise XcompatError(f"{name} is a map without encoder, so there is no base to leave out; save the map")
@@ -192,14 +163,14 @@ def leave_out_base(model: SavedModel) -> None:
     model.config.weights = "adapters"
 
 
-def hide_base_weights(model: SavedModel, loading_info: Any) -> None:  # noqa: ANN401 - transformers' own
+def hide_base_weights(model: _SavedModel, loading_info: Any) -> None:  # noqa: ANN401 - transformers' own
     """Hide base weights from transformers' warning about missing keys; :func:`load` restores them."""
     if model.config.weights == "adapters":
         model._left_out = {key for key in loading_info.missing_keys if key.startswith("encoder.model.")}
         loading_info.missing_keys -= model._left_out
 
 
-def _base_weights(model: SavedModel) -> dict[str, Tensor]:
+def _base_weights(model: _SavedModel) -> dict[str, Tensor]:
     """Load the base weights, under the parameter names that a model has without adapters."""
     described = model.config.encoder
     name, revision = described["name"], described.get("revision")
@@ -218,7 +189,7 @@ def _base_weights(model: SavedModel) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def _restore_base_weights(model: SavedModel) -> set[str]:
+def _restore_base_weights(model: _SavedModel) -> set[str]:
     """Load the missing weights from the base and return their names."""
     base, own = _base_weights(model), model.state_dict()
     taken = {key for key in model._left_out if _without_adapter(key) in base}
@@ -227,7 +198,7 @@ def _restore_base_weights(model: SavedModel) -> set[str]:
     return taken
 
 
-def _differences_from_base(model: SavedModel, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+def _differences_from_base(model: _SavedModel, weights: dict[str, Tensor]) -> dict[str, Tensor]:
     base = _base_weights(model)
 
     def is_same(key: str, tensor: Tensor) -> bool:
@@ -249,12 +220,18 @@ def _without_adapter(key: str) -> str:
     return key.replace(".base_layer.", ".")
 
 
-def load_map_encoder(described: dict[str, Any]) -> tuple[Any, Processor]:
+def load_map_encoder(described: dict[str, Any] | None) -> tuple[Any, Processor]:
     """Load the frozen encoder in ``config.encoder``, and its preprocessing.
 
     Raises:
         FingerprintMismatchError: the encoder has changed since the map was made.
+        XcompatError: the map has no encoder.
     """
+    if described is None:
+        raise XcompatError(
+            "this map was fitted on embeddings only: use embeddings as queries (--queries q.npy), set your "
+            "embedding function (--embed-with, embed_with=), or fit the map again with --new-model"
+        )
     name = described["name"]
     if described["library"] == "xcompat":
         with reading_model(name):

@@ -10,7 +10,7 @@ from torch import nn
 
 from xcompat.core.fingerprint import Fingerprint
 from xcompat.encoders.processor import Processor
-from xcompat.models.config import CompatConfig, Version
+from xcompat.models.config import CompatConfig, Metric, Version
 from xcompat.models.query_memory import QueryMemory
 
 
@@ -32,14 +32,7 @@ class Lineage:
 
     @classmethod
     def build(cls, name: str, config: CompatConfig, digests: tuple[str, str], stores_view: bool) -> Self:
-        """Build a model's lineage.
-
-        Args:
-            name: the model's display name.
-            config: its configuration.
-            digests: result of :func:`hash_model`.
-            stores_view: whether it stores embeddings in the old space.
-        """
+        """Build the lineage of a model with the digests from :func:`hash_model`."""
         plain, whole = (Fingerprint(digest, name) for digest in digests)
         embeds = Version(plain, config.embedding_dim)
         stores = Version(plain.derive("view"), config.versions[0].dim) if stores_view else embeds
@@ -47,30 +40,22 @@ class Lineage:
 
 
 def hash_model(model: nn.Module, memory: QueryMemory | None, settings: str) -> tuple[str, str]:
-    """Return a model's digests: without its memory (the identity of its embeddings), and as a whole.
-
-    Args:
-        model: the model, whose weights are hashed.
-        memory: its memory.
-        settings: result of :func:`identity_settings`.
-    """
+    """Return a model's digests: without its memory (the identity of its embeddings), and as a whole."""
     plain = Fingerprint.from_module(model, json.loads(settings), without="memory")
     if memory is None:
         return plain.digest, plain.digest
     return plain.digest, plain.derive(Fingerprint.from_module(memory, memory.settings).digest).digest
 
 
-def identity_settings(config: CompatConfig, processor: Processor | None) -> str:
+def identity_settings(config: CompatConfig, metric: Metric, processor: Processor | None) -> str:
     """Return the contents of a fingerprint other than weights, as JSON.
 
-    Args:
-        config: the model's configuration.
-        processor: the preprocessing; None for a map, as its encoder's digest includes it.
+    A map has no preprocessing here, because its encoder's digest includes it.
     """
     own = {key: getattr(config, key, None) for key in ("model_type", "adapters", "embedding_dim")}
     own["encoder"] = (config.encoder or {}).get("fingerprint")
     own["old"] = [version.fingerprint.digest for version in config.versions]
-    if getattr(config, "metric", "cosine") == "l2":
+    if metric == "l2":
         own["metric"] = "l2"
     seen = {"processor": processor.describe()} if processor is not None else {}
     return json.dumps(own | seen, default=str)

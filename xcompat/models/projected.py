@@ -12,8 +12,7 @@ from xcompat.encoders.base import Encoder
 from xcompat.heads import Projection
 from xcompat.models.base import CompatModel
 from xcompat.models.config import CompatConfig
-from xcompat.models.trainable_model import PASSAGES
-from xcompat.outputs import Batch, CompatOutput
+from xcompat.outputs import PASSAGES, Batch, CompatOutput
 
 TrainedPart = Literal["none", "layer_norm", "all"]
 

@@ -25,12 +25,7 @@ PUSH_ARGUMENTS = (
 
 
 def prepare_push(model: Any, max_shard_size: int | str = "50GB") -> PushedModel:  # noqa: ANN401 - a CompatModel
-    """Return a model's facts, configuration and files.
-
-    Args:
-        model: the model.
-        max_shard_size: maximum size of a weight file.
-    """
+    """Return a model's facts, configuration and files, with weight files up to a size."""
     return PushedModel(model_facts(model), model.config.to_dict(), partial(model.save_pretrained, max_shard_size=max_shard_size))
 
 

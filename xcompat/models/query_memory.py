@@ -130,6 +130,16 @@ class QueryMemory(nn.Module):
         self.calibration = torch.tensor([slope, offset], device=self.gate.device)
         return self
 
+    def require_fit(self, model: str, dims: tuple[int, int], by_l2: bool) -> None:
+        """Raise if a model that maps between these dimensions cannot have this memory."""
+        if by_l2:
+            raise XcompatError("a memory needs unit vectors, but these embeddings use L2 distance; remove memory")
+        if self.dims != dims:
+            raise XcompatError(
+                f"a memory from {self.dims[0]} to {self.dims[1]} dimensions does not fit {model}, which maps "
+                f"{dims[0]} to {dims[1]}"
+            )
+
     def without_entries(self) -> QueryMemory:
         """Return a memory with this learned transform and without entries, i.e. without training data."""
         alone = QueryMemory(*self.dims, entries=0, sharpness=self.sharpness, share=self.share)

@@ -324,7 +324,7 @@ class StageRecipe(Section):
             yield "data.remembered: only memory: pairs remembers images with captions; set it, or remove data.remembered"
 
     def _data_problems(self) -> Iterator[str]:
-        from xcompat.models.trainable_model import PASSAGES
+        from xcompat.outputs import PASSAGES
 
         pairs, method = self.data.text_pairs, method_class(self.method)
         if self.trains_on_labelled and "input_ids" in method.columns and not method.learns_classes:

@@ -1,37 +1,30 @@
-"""Training interface for methods: columns, losses, and recipe checks."""
+"""Facts that a method declares for recipes, and hooks that it can override."""
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields
 from typing import Any, ClassVar, Self
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import PreTrainedConfig
 
 from xcompat.core.errors import XcompatError, require_no_problems
+from xcompat.encoders.base import Encoder
+from xcompat.heads import first_dims
+from xcompat.models.config import Metric
 from xcompat.models.old_knowledge import OldKnowledge, Rows
-from xcompat.models.spaces import SpacesModel
-from xcompat.outputs import Batch, CompatOutput, Views
-
-PASSAGES = (
-    "passage_input_ids",
-    "passage_attention_mask",
-    "passage_ids",
-    "negative_input_ids",
-    "negative_attention_mask",
-    "negative_ids",
-)
-"""Batch columns of searched texts, which replace ``pixel_values``."""
+from xcompat.outputs import PASSAGES, Batch, CompatOutput, Views
 
 
-class LearningModel(SpacesModel):
-    """Trainable model. A method sets its input columns in ``columns`` and implements ``loss``."""
+class MethodDeclarations:
+    """Declarations and hooks of a method, with their defaults. They have no state and read only the configuration."""
 
-    main_input_name = "pixel_values"
-    accepts_loss_kwargs = False  # for the Trainer: losses are batch means, divided by the accumulated steps
+    config: Any
+    config_class: type[PreTrainedConfig] | None
 
     columns: ClassVar[tuple[str, ...]] = ()
     """Required batch columns of the loss."""
@@ -51,14 +44,15 @@ class LearningModel(SpacesModel):
     """Whether the method classifies and needs class names."""
     compares_with_old: ClassVar[bool] = True
     """Whether the model is compatible with old galleries."""
+    embeds_in_memory: ClassVar[bool] = False
+    """Whether this is a map over cached embeddings, with a separate encoder that is loaded on first use."""
+    maps_galleries: bool = False
+    """Whether the model maps stored old embeddings into the new space (:meth:`upgrade`), and not queries."""
+    compares_by_l2: ClassVar[bool] = False
+    """Whether the method supports unnormalised embeddings with L2 distance."""
     citation: ClassVar[str] = ""
 
-    progress: float = 0.0
-    """Training progress in [0, 1), set before every step, for losses with a schedule."""
-    refresh_at: Sequence[float] = ()
-    """Progress values for calls of :meth:`refresh`."""
-
-    # -------------------------------------------------------------------------------- checks of recipes
+    # ------------------------------------------------------------------------------------------------ checks of recipes
 
     @classmethod
     def maps_galleries_with(cls, options: Mapping[str, object]) -> bool:
@@ -141,7 +135,27 @@ class LearningModel(SpacesModel):
             options: the method's configuration.
         """
 
-    # -------------------------------------------------------------------------------------------------------- learning
+    @classmethod
+    def embedding_dim_for(cls, encoder: Encoder, old: dict[str, object] | None, options: dict[str, object]) -> int:
+        """Return D for an encoder; by default the encoder's dimension."""
+        return encoder.embedding_dim
+
+    @classmethod
+    def _require_fitting_old(cls, old: object) -> None:
+        """Raise if the old model is missing, not described or not needed."""
+        if old is not None and not cls.compares_with_old:
+            raise XcompatError(f"{cls.__name__} is trained without an old model and cannot search an old gallery; remove old")
+        if old is None and cls.compares_with_old:
+            raise XcompatError(f"{cls.__name__} needs an old model; pass old=load_embedder(NAME).describe_old()")
+        if old is not None and not isinstance(old, dict):
+            raise XcompatError(
+                f"{cls.__name__} needs a description of the old model; pass load_embedder({str(old)!r}).describe_old()"
+            )
+
+    # --------------------------------------------------------------------------------------------------------- training
+
+    def set_trainable(self) -> None:
+        """Set ``requires_grad`` for the configuration; by default everything is trained."""
 
     @property
     def views(self) -> Views:
@@ -183,73 +197,6 @@ class LearningModel(SpacesModel):
             new_ND: embeddings in evaluation mode, without augmentation; NaN rows are unreadable images.
         """
 
-    def forward(
-        self,
-        pixel_values: Tensor | None = None,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        labels: Tensor | None = None,
-        old_embeds: Tensor | None = None,
-        new_embeds: Tensor | None = None,
-        return_loss: bool | None = None,
-        **others: Tensor | None,
-    ) -> CompatOutput:
-        """Embed a batch and compute the method's loss.
-
-        Args:
-            pixel_values: (B, C, H, W) float32 from ``processor.images``.
-            input_ids: (B, L) int64 from ``processor.texts``.
-            attention_mask: (B, L) int64; None for models that read their padding.
-            labels: (B,) int64 classes in [0, C).
-            old_embeds: (B, d) the old model's embeddings, L2-normalised.
-            new_embeds: (B, D) the new model's embeddings: independently trained, or a map's input.
-            return_loss: whether to compute the loss; by default unless the batch contains only columns to embed.
-            others: other columns in ``columns`` and ``columns_if_known``.
-
-        Returns:
-            The embeddings and the loss.
-
-        Raises:
-            XcompatError: the batch lacks a column.
-        """
-        if unknown := others.keys() - {*self.columns, *self.columns_if_known}:
-            raise TypeError(f"{type(self).__name__} has no column {', '.join(sorted(unknown))}; remove it from the batch")
-        given = {
-            "pixel_values": pixel_values,
-            "input_ids": input_ids,
-            "attention_mask": attention_mask,
-            "labels": labels,
-            "old_embeds": old_embeds,
-            "new_embeds": new_embeds,
-            **others,
-        }
-        batch = {name: column for name, column in given.items() if column is not None}
-        wanted = self._needs_loss(batch) if return_loss is None else return_loss
-        if wanted:
-            self.require_columns(batch, self.required_columns(batch))
-        # images or texts for a map; torch.compile cannot trace isdisjoint of keys
-        has_no_source = self.embeds_in_memory and not any(name in batch for name in self.embedded)
-        output = self.embed_inputs(batch) if has_no_source else self.embed_batch(batch)
-        if wanted:
-            output.loss = self.loss(output, batch)
-        return output
-
-    @abstractmethod
-    def embed_batch(self, batch: Batch) -> CompatOutput:
-        """Embed a batch's columns in ``embedded``, without a loss.
-
-        Raises:
-            XcompatError: there is nothing to embed.
-        """
-
-    @abstractmethod
-    def embed_inputs(self, batch: Batch) -> CompatOutput:
-        """Embed images and texts (``pixel_values``, ``input_ids``, ``attention_mask``) for a new gallery.
-
-        Raises:
-            XcompatError: there is nothing to embed.
-        """
-
     def loss(self, output: CompatOutput, batch: Batch) -> Tensor:
         """Return a batch's loss, a scalar.
 
@@ -275,3 +222,99 @@ class LearningModel(SpacesModel):
         """Return whether to compute the loss: the batch contains targets, or all columns for a model in training."""
         read = set(self.columns) & batch.keys()
         return not read <= set(self.embedded) or (len(read) == len(self.columns) and getattr(self.config, "for_training", True))
+
+    # ----------------------------------------------------------------------------------------------------------- spaces
+
+    @property
+    def metric(self) -> Metric:
+        """Return the embeddings' metric."""
+        return getattr(self.config, "metric", "cosine")
+
+    def apply_metric(self, embeds: Tensor) -> Tensor:
+        """Return embeddings (B, D) float32, normalised unless the metric is L2."""
+        return embeds.float() if self.metric == "l2" else F.normalize(embeds.float(), dim=-1)
+
+    def _require_one_metric(self) -> None:
+        """Raise if the model's metric differs from the old or mapped embeddings' metric."""
+        sides = {"the old model": self.config.old, "the new model": self.config.encoder if self.embeds_in_memory else None}
+        known = {side: described.get("metric", "cosine") for side, described in sides.items() if described is not None}
+        if not self.compares_by_l2 and "l2" in (self.metric, *known.values()):
+            which = next((side for side, metric in known.items() if metric == "l2"), "its own")
+            raise XcompatError(
+                f"{type(self).__name__} gives unit vectors, but the embeddings of {which} need L2 distance; "
+                "set options.metric of their stage to cosine"
+            )
+        for side, metric in known.items():
+            if metric != self.metric:
+                raise XcompatError(
+                    f"embeddings of {side} have the metric {metric}, but {type(self).__name__} has {self.metric}; train both "
+                    "with the same options.metric"
+                )
+
+    @property
+    def embed_layers(self) -> Iterable[nn.Module] | None:
+        """Return the layers from the encoder's features to the embedding before normalisation.
+
+        Each is an ``nn.Linear``, ``nn.LayerNorm`` or ``nn.GELU``. None if the model is not a sequence of such layers.
+        """
+        return ()
+
+    @property
+    def stores_view(self) -> bool:
+        """Return whether galleries store embeddings in the old space, so that a chain of updates shares it."""
+        return bool(self.config.versions) and not self.maps_galleries
+
+    def to_old_space(self, embeds: Tensor) -> Tensor:
+        """Convert own embeddings (B, D) to the old model's space (B, d); by default their first d dimensions, normalised."""
+        assert self.config.old is not None
+        return self.apply_metric(embeds[:, : self.config.old["dim"]])
+
+    @property
+    def own_view_layers(self) -> Iterable[nn.Module] | None:
+        """Return the layers for :meth:`to_space_without_memory`, without normalisation."""
+        assert self.config.old is not None
+        dims = self.config.embedding_dim, self.config.old["dim"]
+        return () if dims[0] == dims[1] else (first_dims(*dims),)
+
+    def self_view(self, embeds: Tensor) -> Tensor:
+        """Convert own embeddings for comparison among themselves (new/new); by default unchanged."""
+        return embeds
+
+    def own_upgrade(self, old_embeds: Tensor, side_info: Tensor | None = None) -> Tensor:
+        """Map stored old embeddings (B, d) to (B, D) without the memory; unchanged unless the method maps galleries."""
+        return old_embeds
+
+    @property
+    def reads_side_info(self) -> bool:
+        """Return whether a gallery map needs side-information."""
+        return False
+
+    @property
+    def writes_side_info(self) -> bool:
+        """Return whether a gallery map also maps side-information for the next update (:meth:`upgrade_side`)."""
+        return False
+
+    def upgrade_side(self, old_embeds: Tensor, side_info: Tensor) -> Tensor:
+        """Map stored side-information to the new model's, if :attr:`writes_side_info`.
+
+        Args:
+            old_embeds: (B, d) stored embeddings.
+            side_info: (B, S) stored side-information.
+
+        Returns:
+            (B, S') float32, L2-normalised.
+
+        Raises:
+            XcompatError: this model does not map side-information.
+        """
+        raise XcompatError("this model does not map side-information: train it with new_side_info")
+
+    @classmethod
+    def _require_embeddings(cls, embeds: Tensor, what: str, dim: int) -> None:
+        """Raise if embeddings have a wrong type or shape."""
+        name = cls.__name__
+        if not isinstance(embeds, Tensor):
+            fix = "torch.from_numpy(...)" if type(embeds).__module__ == "numpy" else "torch.tensor(...)"
+            raise XcompatError(f"{name} takes embeddings as a torch tensor (B, {dim}), not {type(embeds).__name__}; use {fix}")
+        if embeds.ndim != 2 or embeds.shape[1] != dim:
+            raise XcompatError(f"{name} takes {what} (B, {dim}), not {tuple(embeds.shape)}")
