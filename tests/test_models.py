@@ -224,6 +224,21 @@ def test_views_are_unit_vectors_of_the_old_dimension(method: str, folder_of: dic
         model.to_space(own, Fingerprint.from_string("stranger"))
 
 
+def test_a_lineage_names_all_embeddings_and_queries_hash_nothing(
+    folder_of: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = build("projection", folder_of)
+    lineage = model.lineage
+    assert lineage.model == lineage.embeds.fingerprint == model.fingerprint() and lineage.embeds.dim == 16
+    assert lineage.stores == (lineage.embeds.fingerprint.derive("view"), 8)
+    assert lineage.searches == ((OLD, 8), (OLDER, 8)) and model.compatible_with == [OLD, OLDER]
+    monkeypatch.setattr(Fingerprint, "from_module", None)
+    monkeypatch.setattr(Fingerprint, "state", None)
+    assert model.to_space(unit(4, 16), OLDER).shape == (4, 8) and model.to_gallery_space(unit(4, 16)).shape == (4, 8)
+    with pytest.raises(TypeError):
+        _ = model.lineage
+
+
 @pytest.mark.parametrize("method", TRAINED)
 def test_steps_lower_the_loss_and_move_trained_parts(method: str, folder_of: dict[str, str], images: list[Image.Image]) -> None:
     model = build(method, folder_of, **LEARNING_OPTIONS.get(method, {}))
