@@ -34,9 +34,9 @@ class Lineage:
     def build(cls, name: str, config: CompatConfig, digests: tuple[str, str], stores_view: bool) -> Self:
         """Build the lineage of a model with the digests from :func:`hash_model`."""
         plain, whole = (Fingerprint(digest, name) for digest in digests)
-        embeds = Version(plain, config.embedding_dim)
-        stores = Version(plain.derive("view"), config.versions[0].dim) if stores_view else embeds
-        return cls(whole, embeds, stores, config.versions)
+        embeds, searches = Version(plain, config.embedding_dim), config.versions
+        stores = Version(plain.derive("view"), searches[0].dim) if stores_view else embeds
+        return cls(whole, embeds, stores, searches)
 
 
 def hash_model(model: nn.Module, memory: QueryMemory | None, settings: str) -> tuple[str, str]:
