@@ -285,7 +285,8 @@ def test_unfit_classes_are_refused(index: Path, tmp_path: Path, monkeypatch: pyt
         ("a\nb\n", "classes.txt has 2 classes, but .*old.faiss has 12 items"),
         ("id,label\n00.png,hat\n00.png,cup\n", "has two classes of '00.png': 'hat' and 'cup'; keep one of them"),
         ("id,label\nx,hat\n", r"has no class for any item of .*photos \('x', '00.png'\); use the same ids"),
-        ("id,kind\nx,hat\n", "has no column named label or class"),
+        ("id,kind\nx,hat\n", r"has no column label or class \(it has id, kind\); write label in the first line"),
+        ("photo,label\n00.png,hat\n", r"has no column id \(it has photo, label\); write id in the first line"),
     ):
         file = tmp_path / ("classes.csv" if "," in text else "classes.txt")
         file.write_text(text)

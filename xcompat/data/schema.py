@@ -31,7 +31,7 @@ NEW_EMBEDS = "new_embeds"
 SIDE_INFO = "side_info"
 NEW_SIDE_INFO = "new_side_info"
 
-IMAGE_COLUMNS = ("image", "file_name", "filename", "image_path", "image_name", "path")
+IMAGE_COLUMNS = ("image", "file_name", "filename", "image_path", "image_name", "path", "file")
 CAPTION_COLUMNS = ("caption", "captions", "text", "texts", "sentences", "title", "comment")
 LABEL_COLUMNS = ("label", "class", "cls", "category", "class_name")
 

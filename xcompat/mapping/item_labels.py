@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 
 from xcompat.core.arrays import read_lines
@@ -12,7 +11,7 @@ from xcompat.core.errors import XcompatError
 from xcompat.data import LabelledSource, load_labelled
 from xcompat.data.ids import match_file_names
 from xcompat.data.image_lists import is_image_list, read_image_list
-from xcompat.data.schema import IMAGE_COLUMNS, LABEL_COLUMNS, is_blank, pick_column
+from xcompat.data.schema import IMAGE_COLUMNS, LABEL_COLUMNS, is_blank
 from xcompat.data.sources import TEXT_SUFFIXES, has_suffix
 from xcompat.data.table_rows import ROW_SUFFIXES, read_rows
 from xcompat.data.texts import ID_COLUMNS
@@ -102,15 +101,23 @@ def read_labels(file: Path) -> list[str]:
 
 
 def _read_table(path: Path) -> ItemLabels:
-    rows = read_rows(path, (*ID_COLUMNS, *IMAGE_COLUMNS, *LABEL_COLUMNS))
-    first = next(rows, None)
+    first = next(read_rows(path), None)
     if first is None:
         raise XcompatError(f"{path} has no rows; write an id and a class per item")
     names = list(first[1])
-    label = pick_column(None, LABEL_COLUMNS, names, "the name of the column with classes to label", str(path))
+    label = next((each for each in LABEL_COLUMNS if each in names), None)
+    if label is None:
+        raise XcompatError(
+            f"{path} has no column label or class (it has {', '.join(names)}); write label in the first line, above the classes"
+        )
     name = next((each for each in (*ID_COLUMNS, *IMAGE_COLUMNS) if each in names), None)
+    if name is None and len(names) > 1:
+        raise XcompatError(
+            f"{path} has no column id (it has {', '.join(names)}); write id in the first line, above the ids, or remove the "
+            f"columns other than {label} if rows are in the order of the items"
+        )
     classes, ids = list[str | None](), list[str]()
-    for _, row in chain([first], rows):
+    for _, row in read_rows(path, (label,) if name is None else (name, label)):
         value = row.get(label)
         classes.append(None if is_blank(value) else str(value))
         if name is not None:
