@@ -128,29 +128,13 @@ def paired_bootstrap(
 def paired_bootstraps(
     a_QK: np.ndarray,
     b_QK: np.ndarray,
-    n_resamples: int = 1000,
-    level: float = 0.95,
-    seed: int = 0,
-    clusters_Q: Ids | None = None,
+    n_resamples: int,
+    level: float,
+    seed: int,
+    clusters_Q: Ids | None,
     rounding: float = ROUNDING,
 ) -> list[PairedDifference]:
-    """Return :func:`paired_bootstrap` of K columns, all on the same draws.
-
-    Args:
-        a_QK: float64 ``(Q, K)`` numbers of the first model.
-        b_QK: float64 ``(Q, K)`` numbers of the other model for the same queries in the same order.
-        n_resamples: draws.
-        level: confidence level.
-        seed: random seed.
-        clusters_Q: as in :func:`bootstrap_interval`.
-        rounding: as in :func:`queries_needed`.
-
-    Returns:
-        A difference per column.
-
-    Raises:
-        XcompatError: the numbers of queries differ.
-    """
+    """Return :func:`paired_bootstrap` of each column of two float64 ``(Q, K)`` arrays, all on the same draws."""
     if a_QK.shape != b_QK.shape:
         raise XcompatError(f"a paired comparison needs the same queries on both sides, not {len(a_QK)} and {len(b_QK)}")
     differences_KQ = np.ascontiguousarray((a_QK - b_QK).T)

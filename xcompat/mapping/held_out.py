@@ -31,7 +31,7 @@ from xcompat.mapping.paired import CaptionedEmbeddings, PairedEmbeddings, Swappe
 from xcompat.vectors.codecs import AS_THEY_ARE
 
 CPU = torch.device("cpu")
-RESAMPLES = 1000
+RESAMPLES, LEVEL = 1000, 0.95
 CHANCE_LEVEL = 0.99
 """Level of the interval that compares a candidate with chance: one in 200 chance maps goes unnoticed."""
 POWERS = (0.15, 0.25, 0.35, 0.5)
@@ -49,7 +49,7 @@ Queries = Callable[[int, str, NDArray[np.int64], PairedEmbeddings], NDArray[np.f
 
 
 Sides = tuple[Queries, Queries]
-"""What embeds items as queries, and what embeds items as gallery entries."""
+"""Functions that embed items as queries, and as gallery entries."""
 
 
 class FoldResult(NamedTuple):
@@ -225,7 +225,7 @@ class ValidationSplit(ABC):
         """Return each fold's training pairs."""
 
     def sides_of(self, mapped: Queries) -> Sides:
-        """Return what embeds the queries, and what embeds the gallery, if a candidate maps one of them."""
+        """Return the functions that embed queries and gallery items; a candidate maps one of these sides."""
         return mapped, _stored_embeddings
 
     def measure(self, mapped: Queries) -> list[FoldResult]:
@@ -333,7 +333,7 @@ class ValidationSplit(ABC):
         gains = {}
         for protocol, metrics in _merge_folds(results).items():
             own_QK, old_QK = (np.stack([*values.values()], axis=1) for values in (metrics, self.floor[protocol]))
-            changes = paired_bootstraps(own_QK, old_QK, RESAMPLES, seed=self.seed, clusters_Q=self.clusters[protocol])
+            changes = paired_bootstraps(own_QK, old_QK, RESAMPLES, LEVEL, self.seed, self.clusters[protocol])
             gains[protocol] = dict(zip(metrics, changes, strict=True))
         return Trial(candidate, gains, self.shown_only)
 
