@@ -130,7 +130,6 @@ MISTAKES = {
     "gallery search nowhere nowhere.png --model enc": "there is no image nowhere.png",
     "gallery search foo://x hello --model enc": NO_STORE,
     "gallery search nowhere hello --model enc --images images": "--images or --texts needs --rerank; add --rerank 20",
-    "gallery search nowhere hello --model enc --originals=images": "no option --originals; did you mean --images, or --texts?",
     "gallery search nowhere hello --model enc --cache-mb 5": "--cache-mb needs --rerank; add --rerank 20",
     "gallery search sqlite:///x.db?table=y hello --model enc --rerank 5 --cache-days 5": "--cache-days works with galleries only",
     "gallery search nowhere hello --json --csv": "--json and --csv are two forms of the same result; remove --json or --csv",

@@ -10,8 +10,6 @@ from typing import Annotated, Any, Literal
 import typer
 from typer.core import TyperCommand
 
-from xcompat.core.errors import XcompatError
-
 MemoryParts = Literal["none", "transform", "full"]
 """Parts of a query memory, as in ``xcompat.vectors.codecs``, which takes longer to import."""
 Engine = Annotated[
@@ -72,8 +70,6 @@ class RerankingCommand(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:  # noqa: ANN401 - typer's own context
         """Write ``--rerank`` without a number as ``--rerank=auto``."""
-        if any(arg.partition("=")[0] == "--originals" for arg in args):
-            raise XcompatError("there is no option --originals; did you mean --images, or --texts?")
         end = args.index("--") if "--" in args else len(args)
         is_alone = [
             arg == RERANK and place < end and not "".join(args[place + 1 : place + 2]).lstrip("+-").isdigit()
