@@ -339,7 +339,8 @@ def test_mixed_gains_are_those_of_mixed_queries() -> None:
         rows = fold.queries["known classes"]
         labels, old_Qd = pairs.labels_N[rows], pairs.old_Nd[rows]
         bare = replace(trial.candidate, old_share=0.0)
-        new_Qd = CandidateParts(pairs.take(fold.fit_F)).queries(bare, pairs.new_ND[rows], "rows")
+        asked = pairs.new_ND[rows]
+        new_Qd = CandidateParts(pairs.take(fold.fit_F)).queries(bare, lambda asked=asked: [asked], "rows")
         mixed_Qd = slerp(new_Qd, torch.from_numpy(np.array(old_Qd)), trial.candidate.old_share).numpy()
         found, before = (cmc(each, old_Qd, labels, labels, rows, rows)[1] for each in (mixed_Qd, old_Qd))
         gains.append(found - before)

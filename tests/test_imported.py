@@ -80,10 +80,10 @@ def test_a_map_is_judged_with_the_memory_that_it_has() -> None:
     with torch.no_grad():
         expected = theirs.to_space(torch.from_numpy(pairs.new_ND))
         bare = theirs.to_space_without_memory(torch.from_numpy(pairs.new_ND))
-    torch.testing.assert_close(known.queries(Candidate(IMPORTED), pairs.new_ND, "all"), expected)
+    torch.testing.assert_close(known.queries(Candidate(IMPORTED), lambda: [pairs.new_ND], "all"), expected)
     memory = known.memory(Candidate(IMPORTED, 0.25))
     assert memory is not None
-    found = known.queries(Candidate(IMPORTED, 0.25), pairs.new_ND, "all")
+    found = known.queries(Candidate(IMPORTED, 0.25), lambda: [pairs.new_ND], "all")
     torch.testing.assert_close(found, nn.functional.normalize(memory.metric(bare), dim=1))
     assert fit(Candidate(IMPORTED), known).memory is theirs.memory is not None
     choice = choose(pairs, "known", lines={IMPORTED: known.lines[IMPORTED]})

@@ -204,7 +204,8 @@ def test_gains_are_those_of_the_metrics_on_each_fold() -> None:
     for fold in folds(pairs.labels_N, "unknown"):
         rows = fold.queries["new classes"]
         labels = pairs.labels_N[rows]
-        queries = CandidateParts(pairs.take(fold.fit_F)).queries(Candidate("scaled rotation"), pairs.new_ND[rows], "rows")
+        known, asked = CandidateParts(pairs.take(fold.fit_F)), pairs.new_ND[rows]
+        queries = known.queries(Candidate("scaled rotation"), lambda asked=asked: [asked], "rows")
         old = cmc(pairs.old_Nd[rows], pairs.old_Nd[rows], labels, labels, rows, rows)[1]
         gains += [cmc(queries, pairs.old_Nd[rows], labels, labels, rows, rows)[1] - old] * len(rows)
         floor += [old] * len(rows)
@@ -286,7 +287,7 @@ def test_what_is_written_is_what_was_tried(sides: tuple[Path, Path], tmp_path: P
     assert report["verdict"] and report["classes"] == CLASSES and report["items"] == CLASSES * EACH
     settings = {key: report["model"][key] for key in ("line", "power", "damping", "sharpness", "share")}
     model, pairs = AutoModel.from_pretrained(out / "model"), load_paired(*sides)
-    expected = CandidateParts(pairs).queries(Candidate(**settings), pairs.new_ND, "all")
+    expected = CandidateParts(pairs).queries(Candidate(**settings), lambda: [pairs.new_ND], "all")
     torch.testing.assert_close(model.to_space(torch.from_numpy(np.array(pairs.new_ND))), expected)
     assert model.compatible_with == [Fingerprint.from_string("old")]
     chosen = max(report["trials"], key=lambda trial: (round(1000 * trial["worst"]), trial["mean"]))
@@ -348,7 +349,9 @@ def test_captions_are_what_a_query_should_find(tmp_path: Path) -> None:
     model = AutoModel.from_pretrained(tmp_path / "out" / "model")
     torch.testing.assert_close(
         model.to_space(torch.from_numpy(images)),
-        CandidateParts(found).queries(Candidate(**{key: report["model"][key] for key in Candidate("x").__dict__}), images, "all"),
+        CandidateParts(found).queries(
+            Candidate(**{key: report["model"][key] for key in Candidate("x").__dict__}), lambda: [images], "all"
+        ),
     )
 
 

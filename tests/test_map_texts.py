@@ -185,7 +185,8 @@ def test_agreement_is_that_of_a_double_loop() -> None:
     for number in range(2):
         fold = np.roll(order, -number * 120)
         rows, learned = fold[:120], np.sort(fold[120:])
-        asked = CandidateParts(pairs.take(learned)).queries(trial.candidate, pairs.new_ND[rows], "rows").numpy()
+        known, asked_rows = CandidateParts(pairs.take(learned)), pairs.new_ND[rows]
+        asked = known.queries(trial.candidate, lambda own=asked_rows: [own], "rows").numpy()
         for place, query in enumerate(asked):
             others = [other for other in range(120) if other != place]
             near = [
@@ -251,7 +252,7 @@ def test_sentences_of_texts_choose_the_line(clip: str) -> None:
     held = HeldOutItems(pairs, LINES, 0)
     asking, found = Sentences(held, held.searched_folds(), SentenceTexts(texts, new), pairs), []
     for number, (rows_G, (rows_Q, side)) in enumerate(zip(held.searched_rows, asking.asking, strict=True)):
-        queries = held.known[number].queries(Candidate("rotation"), np.array(side.new_ND), "again").numpy()
+        queries = held.known[number].queries(Candidate("rotation"), lambda side=side: [side.new_ND], "again").numpy()
         for row, query in zip(rows_Q.tolist(), queries, strict=True):
             scores = {other: float(query @ pairs.old_Nd[other]) for other in rows_G.tolist()}
             found.append(1 / sum(score >= scores[row] - 1e-6 for score in scores.values()))

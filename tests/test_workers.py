@@ -31,7 +31,15 @@ from xcompat import CompatModel, XbtModel, XcompatError
 from xcompat.cli import app
 from xcompat.core import threads
 from xcompat.core.parallel import Executor, run_locally, unwrap
-from xcompat.core.threads import SMALL, map_in_rounds, map_in_threads, map_over_cores, one_thread_if_small, use_share_of_cores
+from xcompat.core.threads import (
+    SMALL,
+    map_in_rounds,
+    map_in_threads,
+    map_over_cores,
+    one_thread_if_small,
+    unlocked_property,
+    use_share_of_cores,
+)
 from xcompat.engines import models
 from xcompat.engines.models import NamedModel
 from xcompat.engines.ray import _Worker
@@ -336,6 +344,20 @@ def test_rounds_compute_no_more_than_needed_and_errors_end_them() -> None:
     with pytest.raises(KeyError, match="three"):
         next(results)
     assert max(begun) <= 3 + 2
+
+
+def test_threads_compute_properties_of_different_objects_together() -> None:
+    both_compute = threading.Barrier(2, timeout=60)  # breaks if one thread waits for the other's property
+
+    class Part:
+        @unlocked_property
+        def place(self) -> int:
+            return both_compute.wait()
+
+    parts = [Part(), Part()]
+    places = list(map_in_threads(lambda part: part.place, parts, threads=2))
+    assert sorted(places) == [0, 1]
+    assert [part.place for part in parts] == places  # computed once
 
 
 @pytest.mark.usefixtures("three_threads")

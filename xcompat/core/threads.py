@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from itertools import islice
-from typing import TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from threadpoolctl import ThreadpoolController, threadpool_limits
@@ -25,6 +25,29 @@ SMALL = 1024
 """Largest dimension of matrices for :func:`one_thread_if_small`."""
 T = TypeVar("T")
 R = TypeVar("R")
+
+
+class unlocked_property(Generic[T]):  # noqa: N801 - a decorator
+    """Attribute that is computed on first use, like :class:`functools.cached_property`, but for all objects in parallel.
+
+    Before Python 3.12, all objects of a class share the lock of a cached property, so threads compute it in turn. An object that
+    several threads share may compute it several times.
+
+    Args:
+        compute: method that computes the value.
+    """
+
+    def __init__(self, compute: Callable[[Any], T]) -> None:
+        self._compute = compute
+        self.__doc__ = compute.__doc__
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, instance: object, owner: type | None = None) -> T:
+        value: T = self._compute(instance)
+        vars(instance)[self._name] = value  # found before this descriptor from now on
+        return value
 
 
 @functools.cache

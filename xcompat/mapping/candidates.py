@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from threading import Lock
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from xcompat.core.fingerprint import Fingerprint
+from xcompat.core.threads import unlocked_property
 from xcompat.mapping.confidence import Calibration
 from xcompat.mapping.paired import CaptionedEmbeddings, PairedEmbeddings
 from xcompat.mapping.score_scales import scale_scores
@@ -28,6 +28,8 @@ Paired = PairedEmbeddings | CaptionedEmbeddings
 Described = dict[str, object]
 Solver = Callable[[Paired, Described], CompatModel]
 """Maps pairs and the old model (from ``describe_old``) to a linear map; an imported map ignores the pairs."""
+Inputs = Callable[[], Sequence[np.ndarray]]
+"""Reads the inputs of queries. Most candidates share earlier results and need none."""
 
 
 def _settings(pairs: Paired, old: Described) -> dict[str, Any]:
@@ -160,7 +162,7 @@ class CandidateParts:
             self._lines[name] = self.lines[name](self.pairs, self.old)
         return self._lines[name]
 
-    @cached_property
+    @unlocked_property
     def _statistics(self) -> tuple[ClassStatistics, ClassStatistics]:
         pairs = self.pairs
         assert isinstance(pairs, PairedEmbeddings) and pairs.labels_N is not None
@@ -175,7 +177,7 @@ class CandidateParts:
         new, old = (float(side.within_dd.diagonal().mean()) > LEAST_SPREAD for side in self._statistics)
         return new, old
 
-    @cached_property
+    @unlocked_property
     def _memory_contents(self) -> ClassMemoryContents | PairMemoryContents:
         pairs = self.pairs
         if isinstance(pairs, CaptionedEmbeddings):
@@ -215,43 +217,42 @@ class CandidateParts:
         memory.sharpness, memory.share = candidate.sharpness, candidate.share
         return memory.calibrate(confidence.slope, confidence.offset) if confidence is not None else memory
 
-    def queries(self, candidate: Candidate, new_QD: np.ndarray, asked: Hashable, *beside: np.ndarray) -> Tensor:
+    def queries(self, candidate: Candidate, inputs: Inputs, asked: Hashable) -> Tensor:
         """Map queries to the old space; with turned pairs, map stored embeddings to the new space.
 
         Args:
             candidate: the candidate.
-            new_QD: new embeddings of the queries.
+            inputs: reads the map's inputs for the queries (see :meth:`PairedEmbeddings.inputs`).
             asked: key of the queries, to share results between candidates.
-            beside: further inputs (see :meth:`PairedEmbeddings.inputs`).
 
         Returns:
             (Q, d) float32, L2-normalised.
         """
-        line, inputs = self.line(candidate.line), [torch.from_numpy(np.array(each, np.float32)) for each in (new_QD, *beside)]
+        line = self.line(candidate.line)
 
         def own() -> Tensor:
-            placed = [each.to(line.device) for each in inputs]
+            placed = [each.to(line.device) for each in _tensors(inputs)]
             return (line.own_upgrade(*placed) if line.maps_galleries else line.to_space_without_memory(placed[0])).cpu()
 
         with torch.inference_mode():
             own_Qd = self._compute_once((asked, candidate.line), own)
             if candidate.power is None and not candidate.share:
-                return own_Qd if line.memory is None else line.memory(inputs[0], own_Qd)
+                return own_Qd if line.memory is None else line.memory(_tensors(inputs)[0], own_Qd)
             key = candidate.line, candidate.power, candidate.damping
             if asked not in self._transformed or self._transformed[asked][0] != key:  # memories of other β and λ share it
                 self._transformed[asked] = key, self._build_transform(candidate)(own_Qd)
             transformed_Qd = self._transformed[asked][1]
             if candidate.share:
-                transformed_Qd = transformed_Qd + candidate.share * self.recall_embeddings(candidate, new_QD, asked)
+                transformed_Qd = transformed_Qd + candidate.share * self.recall_embeddings(candidate, inputs, asked)
             return F.normalize(transformed_Qd, dim=-1)
 
     @torch.inference_mode()
-    def recall_embeddings(self, candidate: Candidate, new_QD: np.ndarray, asked: Hashable) -> Tensor:
+    def recall_embeddings(self, candidate: Candidate, inputs: Inputs, asked: Hashable) -> Tensor:
         """Return the recalled old embeddings (Q, d) of queries; arguments as in :meth:`queries`."""
         memory = self.memory(candidate)
         assert memory is not None
         of_memory = bool(candidate.share), candidate.power, candidate.damping, candidate.sharpness
-        return self._compute_once((asked, *of_memory), lambda: memory.recall(torch.from_numpy(np.array(new_QD, np.float32))))
+        return self._compute_once((asked, *of_memory), lambda: memory.recall(_tensors(inputs)[0]))
 
     def _compute_once(self, key: Hashable, compute: Callable[[], Tensor]) -> Tensor:
         if key not in self._computed:
@@ -285,3 +286,7 @@ def _assemble_model(candidate: Candidate, known: CandidateParts, confidence: Cal
     model = line if memory is None else line.remember(memory)  # an imported map can have its own memory
     model.config.old_share = candidate.old_share or None
     return model
+
+
+def _tensors(inputs: Inputs) -> list[Tensor]:
+    return [torch.from_numpy(np.array(each, np.float32)) for each in inputs()]

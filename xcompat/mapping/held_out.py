@@ -6,6 +6,7 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from typing import NamedTuple
 
@@ -294,8 +295,7 @@ class ValidationSplit(ABC):
 
         def queries(fold: int, protocol: str, rows_Q: NDArray[np.int64], side: PairedEmbeddings) -> NDArray[np.float32]:
             self._mapped[fold, protocol] = rows_Q, side
-            new_QD, *beside = side.inputs(rows_Q)
-            mapped_Qd = self.known[fold].queries(candidate, new_QD, protocol, *beside)
+            mapped_Qd = self.known[fold].queries(candidate, partial(side.inputs, rows_Q), protocol)
             if candidate.old_share:
                 mapped_Qd = slerp(
                     mapped_Qd, torch.from_numpy(normalise_rows(copy_rows(side.old_Nd, rows_Q))), candidate.old_share
@@ -309,7 +309,7 @@ class ValidationSplit(ABC):
 
         def measure_norms(fold: int, protocol: str) -> NDArray[np.float64]:
             rows_Q, side = self._mapped[fold, protocol]
-            recalled_Qd = self.known[fold].recall_embeddings(candidate, side.new_ND[rows_Q], protocol)
+            recalled_Qd = self.known[fold].recall_embeddings(candidate, partial(side.inputs, rows_Q), protocol)
             return recalled_Qd.norm(dim=1).double().numpy()
 
         new = self.results_of(candidate)

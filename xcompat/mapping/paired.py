@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import chain
 from typing import Any, ClassVar, Self, TypeAlias
 
@@ -16,6 +15,7 @@ from typing_extensions import override
 
 from xcompat.core.arrays import RowSelection, copy_rows, number_strings
 from xcompat.core.errors import XcompatError
+from xcompat.core.threads import unlocked_property
 from xcompat.mapping.domain import describe_shift, sample_side
 from xcompat.mapping.folds import Direction
 from xcompat.mapping.item_labels import read_item_labels
@@ -76,7 +76,7 @@ class PairedEmbeddings:
         """Yield blocks of new and old embeddings."""
         return readable_pairs(self.new_ND, self.old_Nd)
 
-    @cached_property
+    @unlocked_property
     def moments(self) -> Moments:
         """Moments for solving linear maps, computed once."""
         return Moments.compute(self.batches())
@@ -199,7 +199,7 @@ class CaptionedEmbeddings:
         """Yield blocks of new and old embeddings of images, then of captions."""
         return chain(self.images.batches(), self.texts.batches())
 
-    @cached_property
+    @unlocked_property
     def moments(self) -> Moments:
         """Moments for solving linear maps, computed once."""
         return Moments.compute(self.batches())

@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Self
 
 import numpy as np
@@ -16,7 +15,7 @@ from typing_extensions import override
 
 from xcompat.core.arrays import forget_pages
 from xcompat.core.errors import XcompatError
-from xcompat.core.threads import one_thread_if_small
+from xcompat.core.threads import one_thread_if_small, unlocked_property
 from xcompat.encoders.base import Encoder
 from xcompat.models.mapped import MappedConfig, MappedModel
 from xcompat.models.old_knowledge import Rows
@@ -79,7 +78,7 @@ class Moments:
         covariance_DD = self.new_new_DD / self.count - torch.outer(new_mean_D, new_mean_D)
         return covariance_DD, self.new_old_Dd / self.count - torch.outer(new_mean_D, old_mean_d)
 
-    @cached_property
+    @unlocked_property
     def centred_svd(self) -> tuple[Tensor, Tensor, Tensor]:
         """Singular value decomposition of the cross-covariance, computed once for rotations with and without a scale."""
         left_DK, singular_K, right_Kd = torch.linalg.svd(self.covariances()[1], full_matrices=False)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Self
 
 import numpy as np
@@ -14,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from xcompat.core.errors import XcompatError
-from xcompat.core.threads import one_thread_if_small
+from xcompat.core.threads import one_thread_if_small, unlocked_property
 from xcompat.models.indexed_memory import IndexedMemory, Read
 from xcompat.models.old_knowledge import ROWS, Rows
 from xcompat.models.query_memory import LearnedTransform, QueryMemory
@@ -58,7 +57,7 @@ class ClassStatistics:
     mean_d: Tensor
     within_dd: Tensor
 
-    @cached_property
+    @unlocked_property
     def eigen(self) -> tuple[Tensor, Tensor]:
         """Eigenvalues and eigenvectors of the covariance within classes."""
         with one_thread_if_small(len(self.within_dd)):

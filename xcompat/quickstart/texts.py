@@ -145,7 +145,7 @@ def map_queries(fitted: FittedMap, old: EmbeddedTexts, new: EmbeddedTexts) -> Ev
 
     def embed_with_map(name: str, candidate: Candidate) -> EmbeddedTexts:
         def map_queries(new_QD: Tensor) -> Tensor:
-            return known.queries(candidate, new_QD.numpy(), "queries")
+            return known.queries(candidate, lambda: [new_QD.numpy()], "queries")
 
         return map_contestant(asking, name, new.fingerprint.derive(str(candidate)), map_queries, torch.device("cpu"))
 
