@@ -380,7 +380,8 @@ def test_a_notebook_shows_all_trials(pairs: PairedEmbeddings, labelled: FittedMa
     shown = labelled._repr_html_()
     assert labelled.choice is not None
     assert shown.count("<tr>") == shown.count("</tr>") > len(labelled.choice.trials_to_show())
-    assert f"{labelled.choice.chosen.candidate} (chosen)" in unescape(shown) and unescape(shown).endswith(f"{labelled!r}</p>")
+    chosen = labelled.choice.chosen.candidate.kind.replace("learned ", "")
+    assert f"{chosen} (chosen)" in unescape(shown) and unescape(shown).endswith(f"{labelled!r}</p>")
     assert "<table>" not in fit_map(pairs.old_Nd[:30], pairs.new_ND[:30])._repr_html_()
 
 

@@ -31,7 +31,7 @@ from xcompat.embeddings.cache_writer import fill_cache
 from xcompat.evaluation import ranking_per_query
 from xcompat.mapping import CaptionedEmbeddings, choose
 from xcompat.mapping.candidates import LINES, Candidate, CandidateParts
-from xcompat.mapping.choice_report import as_json, choice_table, describe_choice
+from xcompat.mapping.choice_report import as_json, choice_tables, describe_choice
 from xcompat.mapping.folds import folds
 from xcompat.mapping.paired import PairedEmbeddings, SwappedEmbeddings, load_paired, number_groups
 from xcompat.methods import METHODS
@@ -427,5 +427,5 @@ def test_the_memory_alone_is_what_needs_no_new_model() -> None:
     assert choice.of_galleries and choice.chosen.candidate.share and choice.chosen.worst > 0
     alone = choice.without_new_model
     assert alone is not None and alone.candidate.share == choice.chosen.candidate.share and alone.mean < choice.chosen.mean
-    assert choice_table(choice).row_count == 2 + len(choice.trials_to_show())
+    assert choice_tables(choice)[0].row_count == 2 + len(choice.trials_to_show())
     assert "xcompat.slerp" not in " ".join(describe_choice(choice))

@@ -13,9 +13,11 @@ from rich.table import Table
 
 from xcompat.core.errors import XcompatError
 from xcompat.core.metric_names import metric_name
+from xcompat.core.progress import console
 from xcompat.evaluation import PairedDifference
 from xcompat.hub.metadata import Gain
 from xcompat.mapping.agreement import SHARED
+from xcompat.mapping.candidates import WHITENED
 from xcompat.mapping.folds import NEIGHBOURS
 from xcompat.mapping.held_out import Trial
 from xcompat.mapping.item_memory import LEAST_COVERAGE, ItemMemory
@@ -24,43 +26,50 @@ from xcompat.mapping.selection import Choice
 from xcompat.report.wording import backfill_warning, gain, gain_with_interval, interval
 
 
-def choice_table(choice: Choice, spaced: bool = False) -> Table:
-    """Return a table of the best candidates and their gains over old queries, with the chosen candidate marked.
-
-    Args:
-        choice: the trials.
-        spaced: whether to put a blank line between rows.
-    """
-    title = "gain over old queries on the validation split in points, with 95 % intervals"
+def choice_title(choice: Choice) -> str:
+    """Return the common title of :func:`choice_tables`."""
     if choice.of_agreement:
-        title = (
-            f"gain over old queries in the share of the new model's {NEIGHBOURS} nearest items, in points, with 95 % intervals"
-        )
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, int(spaced), 0))
+        return f"gain over old queries in the share of the new model's {NEIGHBOURS} nearest items, in points, with 95 % intervals"
+    return "gain over old queries on the validation split in points, with 95 % intervals"
+
+
+def choice_tables(choice: Choice) -> list[Table]:
+    """Return a table per protocol with the best candidates' gains over old queries; the chosen candidate is marked."""
+    return [_protocol_table(choice, protocol) for protocol in choice.n_queries]
+
+
+def _protocol_table(choice: Choice, protocol: str) -> Table:
+    only = ", shown only, not decisive" if protocol in choice.chosen.shown_only else ""
+    title = f"{protocol} ({choice.n_queries[protocol]:,} queries{only})"
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
     table.add_column("candidate", overflow="fold")
-    for protocol, count in choice.n_queries.items():
-        only = "\nshown only, not decisive" if protocol in choice.chosen.shown_only else ""
-        table.add_column(f"{protocol}\n{count:,} queries{only}", no_wrap=True)
-    floors = ("\n".join(f"{metric_name(m)} {100 * v:.1f} %" for m, v in found.items()) for found in choice.floor.values())
-    table.add_row("old queries", *floors)
+    for metric in choice.floor[protocol]:
+        table.add_column(metric_name(metric), no_wrap=True)
+
+    def add(name: str, trial: Trial, style: str = "") -> None:
+        gains = trial.gains[protocol].values()
+        table.add_row(name, *(gain_with_interval(found.mean, found.low, found.high) for found in gains), style=style)
+
+    table.add_row("old queries", *(f"{100 * value:.1f} %" for value in choice.floor[protocol].values()))
     for trial in choice.trials_to_show():
-        is_taken = trial is choice.chosen
-        table.add_row(
-            f"{trial.candidate} (chosen)" if is_taken else str(trial.candidate), *_cells(trial), style="bold" * is_taken
-        )
+        is_chosen = trial is choice.chosen
+        kind = trial.candidate.kind.replace("learned ", "")  # every kind fits into 80 columns
+        add(f"{kind} (chosen)" if is_chosen else kind, trial, "bold" * is_chosen)
     if choice.without_new_model is not None:
-        table.add_row("the old model with the same learned transform and memory", *_cells(choice.without_new_model), style="dim")
+        add("old model, same transform and memory", choice.without_new_model, "dim")
     if choice.mixed is not None:
-        table.add_row("the best, mixed half-way with old queries", *_cells(choice.mixed), style="dim")
+        add("chosen, half-way with old queries", choice.mixed, "dim")
     if choice.reranked is not None:
-        table.add_row(f"the best, {choice.reranked.candidates} hits re-ranked", *_cells(choice.reranked.trial), style="dim")
+        add(f"chosen, {choice.reranked.candidates} hits re-ranked", choice.reranked.trial, "dim")
     return table
 
 
 def choice_html(choice: Choice) -> str:
-    """Return :func:`choice_table` as HTML, for notebooks."""
-    table = choice_table(choice)
+    """Return :func:`choice_tables` as HTML, for notebooks."""
+    return f"<p>{_as_html(choice_title(choice))}</p>" + "".join(map(_table_html, choice_tables(choice)))
 
+
+def _table_html(table: Table) -> str:
     def row(tag: str, cells: Iterable[object]) -> str:
         return f"<tr>{''.join(f'<{tag}>{_as_html(cell)}</{tag}>' for cell in cells)}</tr>"
 
@@ -73,11 +82,13 @@ def _as_html(text: object) -> str:
     return escape(str(text)).replace("\n", "<br>")
 
 
-def _cells(trial: Trial) -> list[str]:
-    def line(metric: str, found: PairedDifference) -> str:
-        return f"{metric_name(metric)} {gain_with_interval(found.mean, found.low, found.high)}"
-
-    return ["\n".join(line(metric, found) for metric, found in gains.items()) for gains in trial.gains.values()]
+def print_choice(choice: Choice) -> None:
+    """Print the tables of a choice."""
+    console.print(choice_title(choice), soft_wrap=True)
+    for table in choice_tables(choice):
+        console.print()
+        console.print(table)
+    console.print()
 
 
 def describe_choice(choice: Choice) -> list[str]:
@@ -95,7 +106,7 @@ def describe_choice(choice: Choice) -> list[str]:
                 f" Mixed half-way with old queries, the lowest gain is {_least(choice.mixed)}: if you can still run the old "
                 "model, add --old-model."
             )
-        return [*held, f"The lowest gain of the best candidate, {best.candidate}, is {_least(best)}.{mix}", *sure]
+        return [*held, f"{_describe_doubt(best)}.{mix}", *sure]
     said = [
         *held,
         f"New queries are surely at or above old ones on the validation split; the lowest gain is {_least(best)}. On as many "
@@ -151,6 +162,11 @@ def _describe_agreement(choice: Choice) -> str:
     if (first := choice.first_neighbours) is not None:
         points = gain_with_interval(first.mean, first.low, first.high)
         found = f"{found} The map alone changes the mean reciprocal rank of the nearest one by {points} points."
+    has_most = choice.chosen.least.mean >= max(trial.least.mean for trial in choice.trials)
+    if choice.chosen.candidate.line == WHITENED and not (has_most or choice.sentences):
+        found = (
+            f"{found} Other maps find more of them, but whitened had the best queries in all measured upgrades (docs/maps.md)."
+        )
     if choice.sentences:
         ranks = ", ".join(
             f"{line} {100 * rank:.0f}" for line, rank in sorted(choice.sentences.items(), key=lambda each: -each[1])
@@ -192,8 +208,22 @@ def _describe_missing(choice: Choice) -> str:
 
 
 def _least(trial: Trial) -> str:
-    protocol, metric, least = min(trial.cells(), key=lambda cell: cell[2].mean)
-    return f"{gain(least.mean)} points ({interval((least.low, least.high))}) at {metric_name(metric)}, {protocol}"
+    return _describe_cell(*min(trial.cells(), key=lambda cell: cell[2].mean))
+
+
+def _describe_doubt(best: Trial) -> str:
+    """Return a sentence without a full stop on the results of the best candidate that can be below those of old queries."""
+    below = [cell for cell in best.cells() if cell[2].low < 0]
+    lowest = _describe_cell(*min(below, key=lambda cell: cell[2].low))
+    total = sum(1 for _ in best.cells())
+    return (
+        f"The best candidate, {best.candidate}, may find less than old queries: {len(below)} of {total} intervals "
+        f"{'reach' if len(below) > 1 else 'reaches'} below zero, the lowest with {lowest}"
+    )
+
+
+def _describe_cell(protocol: str, metric: str, found: PairedDifference) -> str:
+    return f"{gain(found.mean)} points ({interval((found.low, found.high))}) at {metric_name(metric)}, {protocol}"
 
 
 def _describe_confidence(choice: Choice) -> list[str]:

@@ -17,7 +17,7 @@ from xcompat.core.provenance import provenance
 from xcompat.encoders import is_loadable
 from xcompat.mapping.agreement import choose_by_labels_or_agreement
 from xcompat.mapping.candidates import GUESS, LINES, Candidate, CandidateParts, Paired, Solver, fit
-from xcompat.mapping.choice_report import as_json, choice_table, describe_choice
+from xcompat.mapping.choice_report import as_json, describe_choice, print_choice
 from xcompat.mapping.cleaning import drop_wrong_pairs
 from xcompat.mapping.confidence import Calibration
 from xcompat.mapping.domain import describe_shift, measure_known_share, read_gallery_vectors
@@ -27,7 +27,7 @@ from xcompat.mapping.imported_maps import IMPORTED, ImportedMap, read_imported
 from xcompat.mapping.paired import PairedEmbeddings, load_paired
 from xcompat.mapping.query_cost import describe_old_query_ms, measure_query_ms
 from xcompat.mapping.request import MADE_BY, MapRequest
-from xcompat.mapping.selection import Choice
+from xcompat.mapping.selection import MUCH_MORE, Choice
 from xcompat.mapping.sentences import Texts
 from xcompat.mapping.sides import holds_embeddings
 from xcompat.models import CompatModel
@@ -38,6 +38,10 @@ from xcompat.vectors.codecs import require_codec
 
 _REFUSED = "No map was written: {reason}. Add items, classes or captions, or write the best candidate with --allow-worse."
 _IMAGES_ONLY = "! All pairs are images: text queries are not tested, and can find less than the old model's."
+_NEEDS_STRONG_EVIDENCE = (
+    "without classes (--labels) or --old-model, a map needs strong evidence: its queries must find "
+    f"{MUCH_MORE:g} times as many of the new model's neighbours as old queries do"
+)
 _WORSE = "no candidate is surely at or above old queries"
 _NO_EVIDENCE = "without classes or captions, the evidence for new queries is too weak (see above)"
 
@@ -187,7 +191,7 @@ def _require_classes(searched: Searched, has_classes: bool) -> None:
 
 def _say(decided: _Decision) -> None:
     if decided.choice is not None:
-        console.print(choice_table(decided.choice, spaced=console.is_terminal))
+        print_choice(decided.choice)
     for line in decided.said:
         console.print(literal(line), soft_wrap=True)
 
@@ -231,6 +235,8 @@ def _read_pairs(asked: MapRequest, remembering: MemorySettings) -> tuple[TextPai
     remembering.require(has_classes)
     _require_classes(asked.searched, has_classes)
     old = _old_model(asked.old_model, sides.old.embeds_ND.shape[1]) if sides.old is not None else None
+    if not (has_classes or old is not None or sides.old is None or asked.allow_worse):
+        notice(_NEEDS_STRONG_EVIDENCE)
     read = asked.max_bad_share, asked.reading, asked.direction, asked.n_sampled, asked.seed
     found = pairs_of_texts(asked.old, asked.new, asked.texts, _cache_folder(asked), *read, sides)
     return found, found.old or old

@@ -17,7 +17,7 @@ from xcompat.data.schema import ID, SIDE_INFO
 from xcompat.embeddings.embed import EmbeddingCache
 from xcompat.mapping import CaptionedEmbeddings, Choice, PairedEmbeddings, choose
 from xcompat.mapping.candidates import Candidate, CandidateParts, Paired
-from xcompat.mapping.choice_report import as_json, choice_table, describe_choice
+from xcompat.mapping.choice_report import as_json, describe_choice, print_choice
 from xcompat.mapping.paired import SwappedEmbeddings, number_groups
 from xcompat.models import CompatModel
 from xcompat.models.embedder import Embedder
@@ -74,7 +74,7 @@ def remember(model: CompatModel, pairs: Paired, settings: StageRecipe, seed: int
 
 def print_candidates(choice: Choice) -> None:
     """Print candidates and results."""
-    console.print(choice_table(choice))
+    print_choice(choice)
     for line in describe_choice(choice):
         console.print(f"  {literal(line)}", soft_wrap=True)
 
