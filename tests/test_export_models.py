@@ -536,9 +536,11 @@ def test_a_refused_export_prints_no_warning(tmp_path: Path, run_xcompat: Run) ->
     model.config.old_share = 0.5
     model.export(tmp_path / "run" / "model")
     command = ("export", "faiss", tmp_path / "old.faiss", "--model", tmp_path / "run", "--out", tmp_path / "new.faiss")
-    code, out, error = run_xcompat(*command)
+    code, out, error = run_xcompat(*command, "--memory", "full")
     assert code == 2 and not out and "cannot store the entries" in error and len(error.splitlines()) == 1
-    assert "to search together with queries of the old model" in run_xcompat.output(*command, "--memory", "none")
+    said = run_xcompat.output(*command)
+    assert "to search together with queries of the old model" in said
+    assert "cannot contain the map's memory (3 entries)" in said and "fit the map with `xcompat map --memory transform`" in said
 
 
 @pytest.mark.parametrize(

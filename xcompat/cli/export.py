@@ -38,7 +38,7 @@ def to_faiss(
     memory: Annotated[
         MemoryParts,
         typer.Option(help="Parts of the query memory to keep. A faiss index can contain the learned transform, but no entries."),
-    ] = "full",
+    ] = "transform",
     overwrite: Overwrite = False,
 ) -> None:
     """Put a linear query map into a faiss index. The new index takes queries by the new model."""

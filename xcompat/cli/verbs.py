@@ -94,7 +94,7 @@ EXAMPLES = {
     ),
     "export faiss": (
         "export faiss index.faiss --model runs/map --out new.faiss",
-        "export faiss gallery --model runs/map --memory transform --out new.faiss",
+        "export faiss gallery --model runs/map --memory none --out new.faiss",
     ),
     "export sentence-transformers": (
         "export sentence-transformers runs/xbt --out exported",

@@ -32,15 +32,26 @@ def _load_alone(name: str) -> Iterator[CompatModel]:
     notice_missing_old(model)
 
 
-def to_faiss(index: Path, model: str, out: Path, overwrite: bool, memory: MemoryParts = "full") -> None:
-    """Write a faiss index for the new model's queries, with the model's whole memory, only its learned transform, or neither."""
+def to_faiss(index: Path, model: str, out: Path, overwrite: bool, memory: MemoryParts = "transform") -> None:
+    """Write a faiss index for the new model's queries, with the model's learned transform if it has one.
+
+    The index cannot contain the entries of a memory. ``memory="full"`` refuses such a model, and others leave the entries out.
+    """
     silence_libraries()
     query_transform.require_place(index, out, overwrite)
     with _load_alone(model) as loaded:
-        if loaded.memory is not None and memory != "full" and not loaded.maps_galleries:
-            loaded = loaded.remember(loaded.memory.without_entries() if memory == "transform" else None)
+        kept, entries = loaded.memory, 0
+        if kept is not None and memory != "full" and not loaded.maps_galleries:
+            entries = kept.settings["entries"]
+            loaded = loaded.remember(kept.without_entries() if memory == "transform" else None)
         old, dim = literal(str(query_transform.to_faiss(loaded, index, out, overwrite))), loaded.config.embedding_dim
     console.print(f"[green]✓[/] {literal(str(out))} takes {dim}-dimensional queries; its vectors are those of {old}")
+    if entries:
+        console.print(
+            f"[yellow]![/] a faiss index cannot contain the map's memory ({entries:,} entries), so its queries differ from those "
+            "in report.json. To measure such queries, fit the map with `xcompat map --memory transform`",
+            soft_wrap=True,
+        )
     if query_transform.reads_features(loaded):
         console.print("queries are inputs of the new model's last linear layer, of any length")
     else:
