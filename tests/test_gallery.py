@@ -177,7 +177,7 @@ def test_what_is_refused_leaves_the_gallery_as_it_was(tmp_path: Path) -> None:
         (lambda g: Gallery.create(g.path / "in", CLIP, dim=3, index="Flatt"), "faiss cannot create index 'Flatt'"),
         (lambda g: Gallery.create(g.path / "in", CLIP, dim=3, metric="cosin"), "unknown metric 'cosin'; did you mean 'cosine'"),
         (lambda g: Gallery.create(g.path / "in", CLIP, dim=0), "dim is 0; it must be at least 1"),
-        (lambda g: Gallery.open(g.path / "no"), "is not a gallery"),
+        (lambda g: Gallery.open(g.path / "no"), "does not exist"),
     ):
         refuses(message, change, gallery)
         gallery.close()

@@ -33,7 +33,7 @@ HEAVY = (
     *("torch", "transformers", "faiss", "datasets", "starlette", "ray", "daft"),
     *("chromadb", "lancedb", "pymilvus", "qdrant_client", "psycopg", "apsw", "sqlite_vec"),
 )
-NO_GALLERY = "nowhere is not a gallery: it has no gallery.json; make one with `xcompat gallery build`"
+NO_GALLERY = "the gallery nowhere does not exist; there is no nowhere in"
 NO_MODEL = "the model folder ./nowhere does not exist; there is no nowhere in"
 NO_STORE = "foo is not a kind of store; known: chroma, file"
 NAME_IT = "name the model with --model: a run's folder"
@@ -46,8 +46,8 @@ MISTAKES = {
     "train damaged.yaml": "damaged.yaml is not valid YAML",
     "train bytes.yaml": "bytes.yaml is not valid YAML",
     "train lost.yaml": f"procrustes: old: {NO_MODEL}",
-    "train good.yaml metod=x": "good.yaml: unknown key 'stages.0.metod'; did you mean 'method'?",
-    "train good.yaml data.tset=x": "good.yaml: unknown key 'stages.0.data.tset'; did you mean 'test'?",
+    "train good.yaml metod=x": "good.yaml: unknown key 'metod'; did you mean 'method'?",
+    "train good.yaml data.tset=x": "good.yaml: unknown key 'data.tset'; did you mean 'test'?",
     "train good.yaml x": "invalid override 'x'; write key=value",
     "train good.yaml method=xbt options.train_encodr=none": "unknown key 'options.train_encodr' for method xbt; did you mean",
     "train good.yaml method=xbt options.adapters.lora.rnak=8": "'options.adapters.lora.rnak'; did you mean 'rank'?",
@@ -108,9 +108,10 @@ MISTAKES = {
     "find --old ./nowhere": NO_MODEL,
     "find --old images": "images contains stored embeddings, not a model",
     "lineage ./nowhere": "'./nowhere' is not a valid name on the Hub; write it as user/name",
-    "serve nowhere": "nowhere is neither a gallery nor a run with a report",
+    "serve nowhere": "nowhere does not exist; there is no nowhere in",
+    "serve empty": "empty is neither a gallery nor a run with a report",
     "serve served --model me/new --images empty/x": "empty/x does not exist",
-    "serve nowhere --images empty": "--images and --texts apply to galleries and indexes; remove them, as a run",
+    "serve ran --images empty": "--images and --texts apply to galleries and indexes; remove them, as a run",
     "export faiss x.faiss --model ./nowhere --out o": NO_MODEL,
     "export onnx enc --out o": NOT_OURS,
     "export sentence-transformers empty --out o": "empty contains no model (config.json is missing)",
@@ -139,6 +140,7 @@ MISTAKES = {
     "gallery upgrade nowhere --dtype bfloat16": "--dtype applies to re-embedded images",
     "gallery upgrade nowhere --workers 3": WORKERS,
     "gallery info nowhere": NO_GALLERY,
+    "gallery info empty": "empty is not a gallery: it has no gallery.json; make one with `xcompat gallery build`",
     "gallery verify nowhere": NO_GALLERY,
     "gallery doctor nowhere": "name the images or texts of the gallery with --images or --texts",
     "gallery doctor nowhere --images empty": NO_GALLERY,

@@ -181,12 +181,12 @@ def test_every_mistake_is_named_at_once(tmp_path: Path, monkeypatch: pytest.Monk
     assert lines[:10] == [
         "seeds.1: Input should be greater than or equal to 0",
         "stages.0.method: unknown method 'xtb'; did you mean 'xbt'?",
-        "unknown key 'stages.0.data.pairs.shards'; known: camera_column, caption_column, captions, format, id_column, "
+        "unknown key 'data.pairs.shards'; known: camera_column, caption_column, captions, format, id_column, "
         "image_column, label_column, labels, limit, max_bad_share, name, path, revision, split, streaming",
-        "stages.0.training: unknown key 'training.learing_rate'; did you mean 'learning_rate'?",
-        "stages.0.training: training.per_device_train_batch_size: Input should be greater than or equal to 1 (found 0)",
-        "stages.0.training: training.max_steps: 0 trains nothing; set 1 or more, or remove it for num_train_epochs",
-        "stages.0.evaluation.ks.1: Input should be greater than or equal to 1",
+        "training: unknown key 'training.learing_rate'; did you mean 'learning_rate'?",
+        "training: training.per_device_train_batch_size: Input should be greater than or equal to 1 (found 0)",
+        "training: training.max_steps: 0 trains nothing; set 1 or more, or remove it for num_train_epochs",
+        "evaluation.ks.1: Input should be greater than or equal to 1",
         "unknown key 'stages.1.new.size'; known: image_size, mean, model, std, stem, vocab_size",
         "stages.1.options: options.adapters.prompts: Input should be greater than or equal to 0 (found -1)",
         "stages.1.options: unknown key 'options.tau' for method xbt; known: adapters, logit_scale, train_encoder, "

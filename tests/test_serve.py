@@ -475,7 +475,7 @@ def test_a_third_column_shows_what_a_re_ranking_finds(title: str, site: Site, ne
         (["GALLERY", "--host", "0.0.0.0"], "set a password in XCOMPAT_SERVE_PASSWORD, or in a file with --password-file"),
         (["GALLERY", "--password-file", "no/such/file"], "--password-file no/such/file cannot be read"),
         (["GALLERY"], "set the query model with --model"),
-        (["no/such/folder"], "no/such/folder is neither a gallery nor a run"),
+        (["no/such/folder"], "no/such/folder does not exist"),
         (["qdrant://localhost:6333/items"], "search a store with `xcompat gallery search`"),
         (["RUN", "--images", "photos"], "--images and --texts apply to galleries"),
     ],

@@ -13,9 +13,10 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
 
 from xcompat.core.checksums import FileRecord, json_checksum
-from xcompat.core.errors import GenerationGoneError, XcompatError
+from xcompat.core.errors import GenerationGoneError, MissingPathError, XcompatError
 from xcompat.core.files import atomic_path, list_entries, sync_folder
 from xcompat.core.fingerprint import Fingerprint
+from xcompat.core.paths import nearest_path
 
 SCHEMA = 1
 CURRENT = "gallery.json"
@@ -280,6 +281,8 @@ def forget_earlier(folder: Path, generation: int) -> None:
 
 
 def _missing(folder: Path, generation: int | None) -> XcompatError:
+    if not folder.exists():
+        return MissingPathError(f"the gallery {folder} does not exist; {nearest_path(folder)}")
     if generation is None:
         return XcompatError(f"{folder} is not a gallery: it has no {CURRENT}; make one with `xcompat gallery build`")
     return GenerationGoneError(f"{folder} has no generation {generation}; it keeps {known_generations(folder)}")

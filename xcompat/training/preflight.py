@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from xcompat.core.errors import MissingPathError, XcompatError, collect_problems, nearest, require_no_problems
+from xcompat.core.paths import nearest_path
 from xcompat.core.progress import announce_loading
 from xcompat.data.sources import local_files
 from xcompat.encoders import require_model
@@ -155,11 +156,11 @@ def require_served(
     folder = Path(target)
     if "://" in target:
         raise XcompatError(f"{target} is not a folder of a gallery or a run; search a store with `xcompat gallery search`")
+    if not folder.exists():
+        raise MissingPathError(f"{target} does not exist; {nearest_path(target)}")
     opens_index = is_index(folder)
-    if ids is not None and not opens_index:
-        raise XcompatError(f"--ids gives the ids of a faiss index, but {target} is not a faiss index; remove --ids")
-    if ids is not None and not ids.is_file():
-        raise MissingPathError(f"--ids {ids} does not exist; choose a text file with an id per line")
+    if ids is not None:
+        _require_ids(ids, target, opens_index)
     if opens_index and allow_changes:
         raise XcompatError(f"--allow-changes needs a gallery; adopt {target} first with `xcompat gallery adopt`")
     if (folder / CURRENT).is_file() or opens_index:
@@ -173,3 +174,10 @@ def require_served(
         require_ended(folder)
     if model:
         require_model(model)
+
+
+def _require_ids(ids: Path, target: str, opens_index: bool) -> None:
+    if not opens_index:
+        raise XcompatError(f"--ids gives the ids of a faiss index, but {target} is not a faiss index; remove --ids")
+    if not ids.is_file():
+        raise MissingPathError(f"--ids {ids} does not exist; choose a text file with an id per line")

@@ -219,7 +219,26 @@ def _examine(raw: dict[str, object], default_name: str, where: str, is_quick: bo
         with collect_problems(problems):
             refuse_unused(known.stages, tuple(problems))
         problems += _unused_references(shared, given["stages"])
-    return recipe, [f"{where}: {problem}" for problem in problems]
+    own = listed if "stages" in raw else [{}]
+    return recipe, [f"{where}: {_as_written(problem, own, shared)}" for problem in problems]
+
+
+def _as_written(problem: str, stages: Sequence[dict[str, object]], shared: dict[str, object]) -> str:
+    """Name keys where the recipe sets them: at the top level if stages only inherit them."""
+
+    def place(found: re.Match[str]) -> str:
+        stage, parts = stages[int(found[1])], found[2].split(".")
+        return found[2] if not stage or (_has_key(shared, parts) and not _has_key(stage, parts)) else found[0]
+
+    return re.sub(r"\bstages\.(\d+)\.(\w+(?:\.\w+)*)", place, problem)
+
+
+def _has_key(place: object, parts: Sequence[str]) -> bool:
+    for part in parts:
+        if not isinstance(place, dict) or part not in place:
+            return isinstance(place, list)
+        place = place[part]
+    return True
 
 
 def _unused_references(shared: dict[str, object], stages: Sequence[dict[str, object]]) -> Iterator[str]:
