@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import signal
 from pathlib import Path
 
@@ -208,6 +209,15 @@ def test_metadata_are_asked_for_as_text_or_as_json(run: Run, tmp_path: Path, old
         out = run.output(*asked, *where)
         assert [name for name in names if name in out] == [f"item-{letter}" for letter in expected], where
     assert "filter 'year' is not KEY=VALUE" in run.refusal(*asked, "year")
+
+
+def test_a_table_shows_the_start_of_long_metadata_and_json_all(run: Run, tmp_path: Path, old_folder: str, old: Embedder) -> None:
+    story = "once upon a time " * 100
+    gallery = store(Gallery.create(tmp_path / "gallery", old), old.embed(old.processor.texts(["a"])), ["a"], [{"story": story}])
+    asked = ("search", gallery.path, "a dog", "--model", old_folder, "--show", "story")
+    shown = run.output(*asked)
+    assert "story" in shown and "once" in shown and "…" in shown and len(shown) < 2 * len(story)
+    assert json.loads(run.output(*asked, "--json"))["hits"][0]["metadata"] == {"story": story}
 
 
 @pytest.mark.parametrize("captions", [True, False])

@@ -117,7 +117,7 @@ def hit_table(hits: list[Hit], group_by: str | None) -> Table:
     """Return a hit table, without empty columns."""
     with_text = any(TEXT in (hit.metadata or {}) for hit in hits)
     apart = {group_by, TEXT if with_text else None}
-    abouts = [", ".join(f"{key}: {value}" for key, value in (hit.metadata or {}).items() if key not in apart) for hit in hits]
+    abouts = [_summary({key: value for key, value in (hit.metadata or {}).items() if key not in apart}) for hit in hits]
     numbers = [
         ("", [str(place) for place in range(1, len(hits) + 1)]),
         ("score", [f"{hit.score:.3f}" for hit in hits]),
@@ -137,6 +137,10 @@ def hit_table(hits: list[Hit], group_by: str | None) -> Table:
     for row in zip(*(cells for _, cells in columns), strict=True):
         table.add_row(*map(literal, row))
     return table
+
+
+def _summary(metadata: dict[str, Any]) -> str:
+    return ", ".join(f"{key}: {snippet(value)}" for key, value in metadata.items())
 
 
 def short(version: Fingerprint) -> str:

@@ -197,11 +197,11 @@ def _costs(comparison: Comparison) -> Table:
     explanation = (
         "Compatible: number of seeds with new/old above old/old on every metric. Outcome: better if the intervals of all gains "
         "lie above zero, worse if one lies below, otherwise undecided. Brackets estimate the number of queries needed (80 % "
-        "power, with gains and spreads as measured). Not hurt: number of seeds with new/new not below "
+        "power, with gains and spreads as measured). New model unharmed: number of seeds with new/new not below "
         "independent/independent. Extra parameters: heads and maps outside the encoder. Every query passes through them, or "
         "every gallery item once if the method maps galleries. Training seconds: time of the method's stage."
     )
-    columns = ["compatible", "outcome", "not hurt", "extra\ndimensions", "extra\nparameters", "training\nseconds"]
+    columns = ["compatible", "outcome", "new model\nunharmed", "extra\ndimensions", "extra\nparameters", "training\nseconds"]
     if remembered:
         columns.append("peak\nmemory")
         explanation += (
