@@ -20,6 +20,7 @@ from PIL import Image
 from transformers import CLIPConfig
 
 from xcompat import IndependentModel
+from xcompat.core.progress import redirect_bars
 from xcompat.data import Augmentation, View, load_pairs, open_image
 from xcompat.embeddings import cache_writer
 from xcompat.embeddings import embed as embedding
@@ -142,8 +143,10 @@ def test_a_killed_embedding_continues_in_its_shard(
     monkeypatch.setattr(Embedder, "embed", embed_and_count)
     with pytest.raises(KeyboardInterrupt):
         embed_into("c")
-    [unfinished] = folder.glob("unfinished-*")
-    np.testing.assert_allclose(embed_into("c"), whole, atol=1e-3)
+    [unfinished], before, shown = folder.glob("unfinished-*"), sum(counts), list[tuple[float, float | None]]()
+    with redirect_bars(lambda task: shown.append((task.completed, task.total))):
+        np.testing.assert_allclose(embed_into("c"), whole, atol=1e-3)
+    assert shown[0][0] > before and shown[-1] == (len(whole), len(whole)), "progress counts what was kept"
     assert sum(counts) == len(whole), "nothing is embedded twice"
     assert not unfinished.exists()
     for file in (folder / "cache.json", folder / "shard-00000.npy"):

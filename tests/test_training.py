@@ -482,6 +482,12 @@ def test_a_bar_fits_80_columns_and_invents_no_rate(clock: SimpleNamespace) -> No
     assert "/s" not in drawn() and "left" not in drawn()
     advance_bar(bar, task, 20, Waiting())
     assert "20/1000000 0.2 images/s" in drawn() and drawn().rstrip().endswith("1388:51:40 left")
+    continued = bar.add_task("embedding images", total=1_000_000, completed=999_000, unit="images")
+    bar.tasks[1]._get_time = bar.tasks[0]._get_time
+    bar.tasks[1].start_time = clock.now
+    clock.now += 100
+    advance_bar(bar, continued, 500, Waiting())
+    assert bar.tasks[1].fields["rate"].startswith("5 images/s"), "earlier runs do not count"
 
 
 def test_results_alone_are_on_stdout_and_not_wrapped(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -291,7 +291,7 @@ def advance_bar(bar: Progress, task: TaskID, done: float, waiting: Waiting | Non
     state = bar.tasks[bar.task_ids.index(task)]
     elapsed = max(state.elapsed or 0.0, 1e-9)
     waited = "" if waiting is None else f", {waiting.share_of(elapsed)}"
-    rate = describe_rate(state.completed + done, elapsed, state.fields["unit"])
+    rate = describe_rate(state.completed - state.fields["began"] + done, elapsed, state.fields["unit"])
     bar.update(task, advance=done, rate=f"{rate}{waited}" if rate else "")
 
 

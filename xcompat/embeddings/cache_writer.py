@@ -102,8 +102,10 @@ def _embed_shards(
 ) -> None:
     known = [_read_unfinished(path, shard, info) for shard in shards]
     rows = [_remaining_rows(info.rows_of(shard), places_N) for shard, (places_N, _) in zip(shards, known, strict=True)]
+    total = sum(len(info.rows_of(shard)) for shard in range(rank(), info.shards, world_size()))
     with progress_bar() as bar, ThreadPoolExecutor(1) as writer:
-        task = bar.add_task(f"embedding {info.kind} with {info.name}", total=sum(map(len, rows)), unit=info.kind)
+        title, done = f"embedding {info.kind} with {info.name}", total - sum(map(len, rows))
+        task = bar.add_task(title, total=total, completed=done, unit=info.kind)
         waiting, saved = Waiting(), time.monotonic()
         writing: list[Future[None]] = []
 
