@@ -146,6 +146,9 @@ def map_embeddings(asked: MapRequest) -> bool:
         }
         write_json(temporary / "report.json", document)
     console.print(f"[green]✓[/] {literal(out / 'model')}: {literal(decided.candidate)}", soft_wrap=True)
+    if texts is not None:
+        kept = f"The embeddings stay in {literal(_cache_folder(asked))} for further maps; delete it after the last"
+        console.print(kept, soft_wrap=True)
     if asked.direction == "old_to_new":
         following = f"`xcompat migrate plan URI --from OLD_MODEL --model {literal(out)}`, or `xcompat gallery upgrade`"
         console.print(f"Next: {following}", soft_wrap=True)
