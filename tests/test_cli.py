@@ -487,6 +487,13 @@ def commands_of(command: Any, typed: tuple[str, ...] = ()) -> Iterator[tuple[str
             yield from commands_of(inner, (*typed, name))
 
 
+def test_help_of_every_verb_fits_80_columns_uncut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    for name in dict(commands_of(typer.main.get_command(cli.app))):
+        told = typer.testing.CliRunner().invoke(cli.app, [*name.split(), "--help"]).output
+        assert "Usage" in told and max(map(len, told.splitlines())) <= 80 and "…" not in told.replace("xcompat map …", "")
+
+
 def test_help_has_valid_examples_and_panels(run: Run) -> None:
     commands = dict(commands_of(typer.main.get_command(cli.app)))
     assert commands.keys() == EXAMPLES.keys()

@@ -29,6 +29,7 @@ from xcompat.cli.options import (
     JudgedTarget,
     MemoryCodec,
     MemoryParts,
+    NeedsCompatible,
     OldIds,
     OldThreshold,
     OriginalImages,
@@ -342,7 +343,7 @@ def evaluate(
     output: Annotated[Path | None, typer.Option("--out", "--output", help="Output folder for the report.")] = None,
     rerank: RerankedHits = None,
     threshold: OldThreshold = None,
-    require_compatible: Annotated[bool, typer.Option(help="Exit with code 1 unless the new model is compatible.")] = False,
+    require_compatible: NeedsCompatible = False,
     max_bad_share: BadVectorShare = None,
 ) -> None:
     """Evaluate a recipe, a checkpoint, or embeddings, and write a report.

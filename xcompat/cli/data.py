@@ -15,7 +15,7 @@ def caption(
     images: Annotated[
         str, typer.Argument(metavar="IMAGES", help="Images: a folder, WebDataset shards, Parquet, or a data set on the Hub.")
     ],
-    model: Annotated[str, typer.Option(help="Image-to-text model, e.g. nlpconnect/vit-gpt2-image-captioning.")],
+    model: Annotated[str, typer.Option(help="Image-to-text model, e.g. BLIP or GIT.")],
     out: Annotated[Path, typer.Option(help="Output file (JSON lines with id and caption).")],
     prompt: Annotated[
         str | None,

@@ -239,6 +239,9 @@ JudgedOld = Annotated[
         help="Old embeddings: faiss index, gallery, database address, file or folder. For a checkpoint, also the old model."
     ),
 ]
+NeedsCompatible = Annotated[
+    bool, typer.Option("--require-compatible", help="Exit with code 1 unless the new model is compatible.")
+]
 RerankedHits = Annotated[
     int | None,
     typer.Option(
