@@ -363,6 +363,7 @@ def test_recipes_are_listed_shown_and_copied_over_nothing(tmp_path: Path, monkey
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "200")
     listed = invoke("recipes")
+    assert "in the scenario extended-class\n" in listed, "commands in a header are not listed"
     assert all(name in listed for name in NAMES) and "a map that is solved, not trained" in " ".join(listed.split())
     assert "Copy one: xcompat recipes NAME --to recipes. Run it: xcompat train recipes/NAME.yaml" in listed
     source = (ROOT / "recipes" / "clip" / "b32_to_l14.yaml").read_text(encoding="utf-8")

@@ -70,9 +70,9 @@ def suggestion(path: Path) -> str:
 
 
 def first_sentence(file: Path) -> str:
-    """Return the first sentence of a recipe's header."""
-    lines = takewhile(lambda line: line.startswith("#"), file.read_text(encoding="utf-8").splitlines())
-    return re.split(r"(?<=\.)\s+(?!\d)", " ".join(line.lstrip("# ").strip() for line in lines))[0].rstrip(".")
+    """Return the first sentence of a recipe's header, without commands, which are indented."""
+    lines = takewhile(re.compile(r"#( ?\S|$)").match, file.read_text(encoding="utf-8").splitlines())
+    return re.split(r"(?<=\.)\s+(?!\d)", " ".join(line.lstrip("# ").strip() for line in lines))[0].rstrip(".:")
 
 
 def copy_recipes(recipes: Mapping[str, Path], folder: Path) -> list[Path]:
