@@ -435,12 +435,12 @@ def test_training_says_how_it_waited_and_learned(clock: SimpleNamespace, capsys:
     tell("on_step_begin", 1)
     state.global_step = 1
     tell("on_step_end", 3)
-    assert shown() == "4 samples/s, 25% waiting for data, loss 0.500"
+    assert shown() == "loss 0.500, 4 samples/s, 25% waiting"
     tell("on_save", 5)
     tell("on_step_begin", 1)
     state.global_step = 2
     tell("on_step_end", 6)
-    assert shown() == "2 samples/s, 12% waiting for data, loss 0.500", "writing a checkpoint is no waiting for data"
+    assert shown() == "loss 0.500, 2 samples/s, 12% waiting", "writing a checkpoint is no waiting for data"
     state.log_history = [{"loss": 4.6}, {"grad_norm": 1.0}, {"loss": 0.5}]
     callback.on_train_end(args, state, control)
     assert capsys.readouterr().out.endswith("  xbt: 2 of 2 steps, loss 4.600 at the start, 0.500 at the end\n")
@@ -464,7 +464,7 @@ def test_progress_lines_without_tty(clock: SimpleNamespace, capsys: pytest.Captu
     said = capsys.readouterr().out.splitlines()
     assert [line.split(":")[1].split(",")[0] for line in said] == [" 30 of 100 (30 %)", " 60 of 100 (60 %)", " 90 of 100 (90 %)"]
     assert all(line.startswith("  embedding images wi … e of a folder/run-7: ") for line in said)
-    assert said[0].endswith(", 2.5 images/s, 25% waiting for data, 0:28 left")
+    assert said[0].endswith(", 2.5 images/s, 25% waiting, 0:28 left")
 
 
 def test_a_bar_fits_80_columns_and_invents_no_rate(clock: SimpleNamespace) -> None:
@@ -481,7 +481,7 @@ def test_a_bar_fits_80_columns_and_invents_no_rate(clock: SimpleNamespace) -> No
     clock.now += 100
     assert "/s" not in drawn() and "left" not in drawn()
     advance_bar(bar, task, 20, Waiting())
-    assert "20/1000000 0.2 images/s" in drawn() and drawn().rstrip().endswith("1388:51:40 left")
+    assert "20/1000000 0.2 images/s, 0% waiting 1388:51:40 left" in drawn() and drawn().rstrip().endswith("1388:51:40 left")
     continued = bar.add_task("embedding images", total=1_000_000, completed=999_000, unit="images")
     bar.tasks[1]._get_time = bar.tasks[0]._get_time
     bar.tasks[1].start_time = clock.now

@@ -23,7 +23,6 @@ from rich.progress import (
     SpinnerColumn,
     Task,
     TaskID,
-    TaskProgressColumn,
     TextColumn,
 )
 from rich.table import Column
@@ -174,7 +173,7 @@ def redirect_bars(show: Callable[[Task], None]) -> Iterator[None]:
 
 
 class _ShrinkingColumn(TextColumn):
-    """Text that gives way on narrow terminals, so that count and remaining time stay."""
+    """Text that gives way on narrow terminals, so that count, rate and remaining time stay."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text, table_column=Column())
@@ -212,10 +211,9 @@ class Bar(Progress):
         super().__init__(
             SpinnerColumn(),
             _ShrinkingColumn("{task.description}"),
-            BarColumn(bar_width=20),
-            TaskProgressColumn(show_speed=False),
+            BarColumn(bar_width=10),
             MofNCompleteColumn(table_column=Column(no_wrap=True)),
-            _ShrinkingColumn("{task.fields[rate]}"),
+            TextColumn("{task.fields[rate]}"),
             _TimeLeftColumn(table_column=Column(no_wrap=True)),
             console=console,
             transient=True,
@@ -276,7 +274,7 @@ class Waiting:
 
     def share_of(self, seconds: float) -> str:
         """Describe the waiting time as a share of ``seconds``."""
-        return f"{self.seconds / max(seconds, 1e-9):.0%} waiting for data"
+        return f"{self.seconds / max(seconds, 1e-9):.0%} waiting"
 
 
 def advance_bar(bar: Progress, task: TaskID, done: float, waiting: Waiting | None = None) -> None:

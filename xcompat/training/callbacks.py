@@ -58,7 +58,7 @@ class ProgressCallback(TrainerCallback):
         elapsed = self._bar.tasks[0].elapsed or 0.0
         per_step = args.train_batch_size * args.world_size * args.gradient_accumulation_steps
         rate = describe_rate((state.global_step - self._first_step) * per_step, elapsed, "samples")
-        line = f"{rate}, {self._waiting.share_of(elapsed)}{self._loss(state)}"
+        line = f"{self._loss(state)}{rate}, {self._waiting.share_of(elapsed)}"
         self._bar.update(self._task, completed=state.global_step, rate=line)
         self._waiting.begin()
 
@@ -79,7 +79,7 @@ class ProgressCallback(TrainerCallback):
     @staticmethod
     def _loss(state: TrainerState) -> str:
         last = next((entry["loss"] for entry in reversed(state.log_history) if "loss" in entry), None)
-        return f", loss {float(last):.3f}" if last is not None else ""
+        return f"loss {float(last):.3f}, " if last is not None else ""
 
 
 class EpochCallback(TrainerCallback):
