@@ -18,6 +18,7 @@ from xcompat import FctModel, Fingerprint
 from xcompat.core import failures
 from xcompat.core.errors import XcompatError
 from xcompat.core.precision import Autocast
+from xcompat.core.progress import console
 from xcompat.mapping import fit_map
 from xcompat.models import embedder
 from xcompat.models.embedder import Embedder, load_checkpoint, load_embedder
@@ -68,6 +69,21 @@ def test_rollback_lists_states_and_returns_to_one(run: Run, tmp_path: Path) -> N
     assert run("rollback", folder, 2)[0] == 0 and len(Gallery.open(folder)) == 2
     assert "cannot be combined" in run.refusal("rollback", folder, 2, "--to", 3)
     assert "--list only shows the generations" in run.refusal("rollback", folder, "--to", 3, "--list")
+
+
+def test_a_narrow_terminal_shows_all_of_a_gallery(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, model = tmp_path / "a-long-name" / ("of-a-gallery-" * 6), f"models/{'encoder-' * 9}large"
+    gallery = Gallery.create(folder, Fingerprint.from_string(model), dim=3)
+    store(gallery, np.eye(3), list("abc"))
+    listed = json.loads(run.output("info", folder, "--json"))
+    monkeypatch.setattr(console, "_width", 80)
+    said = run.output("info", folder)
+    lines = said.splitlines()
+    assert f"{folder}: 3 items" in lines and f"states of {folder}" in lines, "a path can be copied"
+    assert "…" not in said and max(len(line) for line in lines if str(folder) not in line) <= 80
+    versions = "".join(line.split("│")[1].strip() for line in lines[: lines.index(f"states of {folder}")] if "│" in line)
+    assert versions == listed["versions"][0]["version"]
+    assert all(f" {state[name]} " in said for state in listed["states"] for name in ("generation", "made", "items"))
 
 
 def test_a_build_from_another_folder_adds_nothing_twice(run: Run, photos: Path, tmp_path: Path, old_folder: str) -> None:

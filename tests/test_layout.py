@@ -55,6 +55,12 @@ def test_what_only_one_layer_may_know_stays_there() -> None:
                 assert homes.get(known, layer) == layer, f"{path} knows {known}, which only {homes[known]} may"
 
 
+def test_every_table_folds_what_rich_would_cut() -> None:
+    for path, nodes in parsed().items():
+        names = [(node.module, alias.name) for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names]
+        assert ("rich.table", "Table") not in names, f"{path}: the Table of xcompat.core.progress cuts nothing"
+
+
 def test_every_dependency_is_imported_and_every_import_is_a_dependency() -> None:
     """The names differ for a few. The extra gpu brings one faiss: each overwrites the other's files."""
     called = (

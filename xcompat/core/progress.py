@@ -1,4 +1,4 @@
-"""Progress output on the main process: timed stages, bars with rates, and notices."""
+"""Terminal output of the main process: tables, timed stages, bars with rates, and notices."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from typing import Any, TypeVar, cast
 
+import rich.table
 import wrapt
 from rich.console import Console, ConsoleDimensions
 from rich.markup import escape
@@ -55,6 +56,15 @@ class _Terminal(Console):
 
 
 console: Console = _Terminal(quiet=not is_main_process(), highlight=False)
+
+
+class Table(rich.table.Table):
+    """Table of rich, whose columns fold long words, e.g. paths and ids, where rich would cut them."""
+
+    @override
+    def add_column(self, header: Any = "", footer: Any = "", **options: Any) -> None:
+        """Add a column with the options of rich."""
+        super().add_column(header, footer, **{"overflow": "fold"} | options)
 
 
 def literal(text: object) -> str:

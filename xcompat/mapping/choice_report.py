@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
-from rich.table import Table
 
 from xcompat.core.errors import XcompatError
 from xcompat.core.metric_names import metric_name
-from xcompat.core.progress import console
+from xcompat.core.progress import Table, console
 from xcompat.evaluation import PairedDifference
 from xcompat.hub.metadata import Gain
 from xcompat.mapping.agreement import SHARED

@@ -9,14 +9,13 @@ from pathlib import Path
 
 from huggingface_hub import constants
 from rich.box import SIMPLE_HEAD
-from rich.table import Table
 
 from xcompat.core.errors import XcompatError
 from xcompat.core.files import list_entries
 from xcompat.core.markdown import as_text, one_line
 from xcompat.core.metric_names import metric_name
 from xcompat.core.paths import model_folder
-from xcompat.core.progress import console, literal, silence_libraries
+from xcompat.core.progress import Table, console, literal, silence_libraries
 from xcompat.encoders import require_model
 from xcompat.hub.endpoint import CONFIGS
 from xcompat.hub.metadata import EMBEDS, SEARCHES

@@ -8,12 +8,11 @@ import faiss
 import numpy as np
 from numpy.typing import NDArray
 from rich.box import SIMPLE_HEAD
-from rich.table import Table
 
 from xcompat.core.arrays import normalise_rows
 from xcompat.core.errors import XcompatError
 from xcompat.core.files import write_array
-from xcompat.core.progress import console, literal, silence_libraries, stage
+from xcompat.core.progress import Table, console, literal, silence_libraries, stage
 from xcompat.evaluation.intervals import bootstrap_interval
 from xcompat.evaluation.metrics import first_hit_ranks
 from xcompat.mapping.fitting import FittedMap, fit_map

@@ -9,9 +9,8 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 from rich.box import SIMPLE_HEAD
-from rich.table import Table
 
-from xcompat.core.progress import literal
+from xcompat.core.progress import Table, literal
 from xcompat.evaluation import Evaluation, PairedDifference, bootstrap_interval, paired_bootstrap
 from xcompat.evaluation.cases import TEXT_TO_TEXT
 from xcompat.report.wording import gain, interval

@@ -8,11 +8,10 @@ from types import MappingProxyType
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.filesize import decimal
-from rich.table import Table
 
 from xcompat.core.files import read_json
 from xcompat.core.metric_names import metric_name
-from xcompat.core.progress import literal
+from xcompat.core.progress import Table, literal
 from xcompat.evaluation import Case
 from xcompat.report.content import Example, Hit, Report
 from xcompat.report.planning import Plan, describe_plan
@@ -104,7 +103,7 @@ def print_examples(examples: Sequence[Example], console: Console, is_judged: boo
     for example in examples:
         table = Table(title=f"“{literal(example.query_text)}” in the old gallery", title_justify="left", box=SIMPLE_HEAD)
         for label, _ in example.rows:
-            table.add_column(literal(label), no_wrap=is_judged)
+            table.add_column(literal(label), no_wrap=is_judged, overflow="ellipsis" if is_judged else "fold")
         depth = max((len(hits) for _, hits in example.rows), default=0)
         for place in range(depth):
             cells = []

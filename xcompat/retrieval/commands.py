@@ -12,14 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from rich.filesize import decimal
-from rich.table import Table
 
 from xcompat.core.arrays import read_lines
 from xcompat.core.distributed import barrier, is_main_process
 from xcompat.core.errors import GenerationGoneError, XcompatError
 from xcompat.core.fingerprint import Fingerprint
 from xcompat.core.parallel import Executor, run_across_ranks
-from xcompat.core.progress import announce_loading, console, describe_duration, literal, notice, silence_libraries
+from xcompat.core.progress import Table, announce_loading, console, describe_duration, literal, notice, silence_libraries
 from xcompat.retrieval.adoption import adopt_faiss, require_index
 from xcompat.retrieval.faiss_building import EXACT, require_factory
 from xcompat.retrieval.gallery import Gallery
@@ -333,7 +332,9 @@ def backfill(
 def info(gallery: Gallery, embedder: Embedder | None) -> dict[str, Any]:
     """Print a gallery's versions, matching queries and history, and return them."""
     versions = list[dict[str, object]]()
-    table = Table("version", "items", "dim", "queries that fit", title=f"{literal(gallery.path)}: {len(gallery):,} items")
+    table = Table("version", "items", "dim")
+    table.add_column("queries that fit", max_width=25)  # the version's name and fingerprint fit beside it
+    console.print(f"[italic]{literal(gallery.path)}: {len(gallery):,} items[/]", soft_wrap=True)
     for version, count in gallery.counts().items():
         record = gallery.manifest.version(version.digest)
         fitting = ", ".join(["its own", "those of models made compatible with it", *_describe_shared_models(gallery, record)])
@@ -480,7 +481,11 @@ def list_states(gallery: Gallery) -> None:
     """Print the states that a rollback can restore, newest first."""
     kept = gallery.generations()
     previous = previous_generation(kept)
-    table = Table("generation", "made", "by", "items", "", title=f"states of {literal(gallery.path)}")
+    table = Table("generation")
+    table.add_column("made", no_wrap=True)
+    for name in ("by", "items", ""):
+        table.add_column(name)
+    console.print(f"[italic]states of {literal(gallery.path)}[/]", soft_wrap=True)
     for manifest in reversed(kept):
         note = "current" if manifest is kept[-1] else "next rollback" if manifest.generation == previous else ""
         table.add_row(str(manifest.generation), literal(manifest.made), literal(manifest.by), f"{manifest.rows:,}", note)

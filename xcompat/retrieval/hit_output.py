@@ -9,11 +9,9 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-from rich.table import Table
-
 from xcompat.core.errors import XcompatError
 from xcompat.core.fingerprint import Fingerprint
-from xcompat.core.progress import console, literal, snippet
+from xcompat.core.progress import Table, console, literal, snippet
 from xcompat.data.schema import TEXT
 from xcompat.hub.endpoint import public_name
 from xcompat.retrieval.searching import Hit
@@ -131,9 +129,7 @@ def hit_table(hits: list[Hit], group_by: str | None) -> Table:
         (TEXT, [snippet((hit.metadata or {}).get(TEXT, "")) for hit in hits]),
     ]
     columns = [(name, cells) for name, cells in (*numbers, *words) if any(cells) or name == group_by]
-    table = Table()
-    for name, _ in columns:
-        table.add_column(literal(name), overflow="fold")
+    table = Table(*(literal(name) for name, _ in columns))
     for row in zip(*(cells for _, cells in columns), strict=True):
         table.add_row(*map(literal, row))
     return table

@@ -6,13 +6,12 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.filesize import decimal
-from rich.table import Table
 
 import xcompat.stores
 from xcompat.core.distributed import device
 from xcompat.core.errors import XcompatError
 from xcompat.core.fingerprint import Fingerprint
-from xcompat.core.progress import console, describe_duration, literal
+from xcompat.core.progress import Table, console, describe_duration, literal
 from xcompat.retrieval.hit_output import QueryResult, short
 from xcompat.stores import migration
 from xcompat.stores.base import Store
@@ -82,7 +81,8 @@ def alias(store: Store, name: str) -> None:
 def info(store: Store) -> dict[str, Any]:
     """Print a store's vectors with their models, and return them."""
     spaces, count = store.spaces(), store.count()
-    table = Table("vectors", "dim", "dtype", "model", title=f"{literal(store.uri)}: {count:,} items")
+    table = Table("vectors", "dim", "dtype", "model")
+    console.print(f"[italic]{literal(store.uri)}: {count:,} items[/]", soft_wrap=True)
     for name, space in spaces.items():
         made_by = short(space.fingerprint) if space.fingerprint is not None else "unknown"
         table.add_row(

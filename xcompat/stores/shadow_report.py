@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.box import SIMPLE_HEAD
-from rich.table import Table
 
 from xcompat.core.errors import XcompatError
 from xcompat.core.files import write_json
-from xcompat.core.progress import advance_bar, console, literal, progress_bar, snippet
+from xcompat.core.progress import Table, advance_bar, console, literal, progress_bar, snippet
 from xcompat.stores.shadow import Decision, Pair, SearchSetup, Shadow, compare_ways
 
 if TYPE_CHECKING:

@@ -13,11 +13,10 @@ from typing import Any
 import datasets
 import numpy as np
 from PIL import Image
-from rich.table import Table
 
 from xcompat.core.distributed import is_main_process, world_size
 from xcompat.core.errors import XcompatError, require_no_problems
-from xcompat.core.progress import console, literal, silence_libraries
+from xcompat.core.progress import Table, console, literal, silence_libraries
 from xcompat.data import CorpusSource
 from xcompat.encoders import EncoderSource
 from xcompat.encoders.dimensions import read_embedding_dim, scratch_dim

@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pandas as pd
 from rich.console import Console
-from rich.table import Table
 
 from xcompat.core.files import atomic_path, list_entries
 from xcompat.core.metric_names import metric_name
-from xcompat.core.progress import literal
+from xcompat.core.progress import Table, literal
 from xcompat.evaluation.cases import ALL
 from xcompat.report import Report, load_report, report_file
 

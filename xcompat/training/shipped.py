@@ -8,11 +8,9 @@ from collections.abc import Mapping
 from itertools import takewhile
 from pathlib import Path
 
-from rich.table import Table
-
 from xcompat.core.errors import XcompatError, nearest
 from xcompat.core.files import atomic_path, files_below
-from xcompat.core.progress import console, literal
+from xcompat.core.progress import Table, console, literal
 
 PLACES = (Path(__file__).parents[1] / "recipes", Path(__file__).parents[2] / "recipes")
 """Recipe folders in a wheel and in a clone."""

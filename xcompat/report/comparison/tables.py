@@ -8,11 +8,11 @@ from typing import NamedTuple
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.filesize import decimal
-from rich.table import Table as TerminalTable
 
 from xcompat.core.metric_names import metric_name
 from xcompat.core.progress import literal
 from xcompat.evaluation import PairedDifference
+from xcompat.core.progress import Table as TerminalTable
 from xcompat.evaluation.cases import find_deciding_difference, overall_outcome
 from xcompat.report.comparison.study import Comparison, Key, MethodRow, Row, Spread
 from xcompat.report.wording import gain_with_interval, round_count, spread
