@@ -359,9 +359,9 @@ def test_csv_has_a_row_per_model_and_json_the_same_numbers(written: tuple[Compar
 def test_markdown_page_and_terminal_say_every_number(written: tuple[Comparison, Path]) -> None:
     found, folder = written
     buffer = io.StringIO()
-    print_comparison(found, Console(file=buffer, width=100))
+    print_comparison(found, Console(file=buffer, width=80))
     terminal = buffer.getvalue()
-    assert max(len(line) for line in terminal.splitlines()) <= 100
+    assert max(len(line) for line in terminal.splitlines()) <= 80
     markdown, page = (folder / "compare.md").read_text(), (folder / "compare.html").read_text()
     for table in tables(found):
         assert table.title in terminal and f"## {table.title}\n" in markdown and f"<h2>{table.title}</h2>" in page

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
+from itertools import accumulate
 from typing import NamedTuple
 
 from rich.box import SIMPLE_HEAD
@@ -10,9 +12,9 @@ from rich.console import Console
 from rich.filesize import decimal
 
 from xcompat.core.metric_names import metric_name
+from xcompat.core.progress import Table as TerminalTable
 from xcompat.core.progress import literal
 from xcompat.evaluation import PairedDifference
-from xcompat.core.progress import Table as TerminalTable
 from xcompat.evaluation.cases import find_deciding_difference, overall_outcome
 from xcompat.report.comparison.study import Comparison, Key, MethodRow, Row, Spread
 from xcompat.report.wording import gain_with_interval, round_count, spread
@@ -43,12 +45,14 @@ class Table(NamedTuple):
         explanation: how to read it.
         columns: headings of all columns after the first, which names the models.
         rows: a row per model.
+        groups: numbers of columns that the terminal shows together.
     """
 
     title: str
     explanation: str
     columns: list[str]
     rows: list[TableRow]
+    groups: list[int]
 
 
 def tables(comparison: Comparison) -> list[Table]:
@@ -98,18 +102,36 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
     seeds = ", ".join(map(str, comparison.seeds))
     console.print(f"[bold]{literal(comparison.name)}[/]: seeds {seeds}")
     for each in tables(comparison):
-        table = TerminalTable(title=literal(each.title), title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-        table.add_column("model", overflow="fold", min_width=11)
-        for column in each.columns:
-            table.add_column(literal(column), justify="right")
-        for row in each.rows:
-            cells = [cell.replace(" ± ", "\n± ").replace(" (", "\n(").replace(" per ", "\nper ") for cell in row.cells]
-            table.add_row(literal(row.name), *cells, style="bold" if row.is_best else "")
-        console.print(table)
+        console.print(f"[italic]{literal(each.title)}[/]\n")
+        for last, size in zip(accumulate(each.groups), each.groups, strict=True):
+            console.print(_group(each, slice(last - size, last)))
+            console.print()
         console.print(f"[dim]{literal(each.explanation)}[/]\n")
     for note in comparison.notes:
         console.print(f"[dim]{literal(note)}[/]")
     console.print(literal(summary(comparison)))
+
+
+def _group(shown: Table, columns: slice) -> TerminalTable:
+    """Return some columns of a table for the terminal."""
+    table = TerminalTable(box=SIMPLE_HEAD, padding=0, show_edge=False)  # four intervals fit into 80 columns
+    table.add_column("model", min_width=11)
+    for column in shown.columns[columns]:
+        table.add_column(literal(column), justify="right", no_wrap=True)
+    for row in shown.rows:
+        cells = [cell.replace(" ± ", "\n± ").replace(" (", "\n(").replace(" per ", "\nper ") for cell in row.cells[columns]]
+        table.add_row(literal(row.name), *cells, style="bold" if row.is_best else "")
+    return table
+
+
+def _groups(columns: int, most: int) -> list[int]:
+    """Divide columns into groups.
+
+    Example:
+        >>> _groups(5, most=4)
+        [4, 1]
+    """
+    return [min(most, columns - first) for first in range(0, columns, most)]
 
 
 def _values(comparison: Comparison, direction: str, title: str) -> Table:
@@ -132,7 +154,8 @@ def _values(comparison: Comparison, direction: str, title: str) -> Table:
         explanation += " Re-ranked: results on the old gallery after the new model re-ranks the first hits."
     if any(side == OLD_QUERIES for side, _ in columns):
         explanation += " Old queries: their results on the method's own gallery, in the shared space."
-    return Table(title, explanation, list(columns.values()), rows)
+    groups = [size for count in Counter(side for side, _ in columns).values() for size in _groups(count, 8)]
+    return Table(title, explanation, list(columns.values()), rows, groups)
 
 
 def _cases(row: Row, side: str) -> dict[Key, Spread]:
@@ -153,7 +176,7 @@ def _differences(
             each = [differences[direction, metric] for metric in metrics]
             texts = [gain_with_interval(one.mean, one.low, one.high) for one in each]
             rows.append(TableRow(name, texts, name == comparison.best))
-    return Table(title, explanation, list(metrics.values()), rows if metrics else [])
+    return Table(title, explanation, list(metrics.values()), rows if metrics else [], _groups(len(metrics), 4))
 
 
 def _memories(comparison: Comparison, direction: str) -> Table:
@@ -174,7 +197,8 @@ def _memories(comparison: Comparison, direction: str) -> Table:
         "queries."
     )
     columns = [f"{metric_name(metric)}\n{side}" for side in ("no memory", "old + memory", "gain") for metric in metrics]
-    return Table(f"{direction}: effect of learned transform and memory", explanation, columns, rows)
+    groups = 2 * _groups(len(metrics), 8) + _groups(len(metrics), 4)
+    return Table(f"{direction}: effect of learned transform and memory", explanation, columns, rows, groups)
 
 
 def _costs(comparison: Comparison) -> Table:
@@ -215,7 +239,7 @@ def _costs(comparison: Comparison) -> Table:
             "side-information, in float32."
         )
     rows = [TableRow(row.name, cells(row), row.name == comparison.best) for row in comparison.methods]
-    return Table("Verdicts and costs", explanation, columns, rows)
+    return Table("Verdicts and costs", explanation, columns, rows, [3, len(columns) - 3])
 
 
 def _describe_outcome(row: MethodRow) -> str:
