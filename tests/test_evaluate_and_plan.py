@@ -18,6 +18,7 @@ from PIL import Image
 
 from xcompat import Fingerprint, ProcrustesConfig, ProcrustesModel, XcompatError
 from xcompat.core.distributed import device
+from xcompat.core.progress import console
 from xcompat.data import load_labelled, load_texts, open_image, read_qrels
 from xcompat.encoders.processor import Processor
 from xcompat.evaluation import EmbeddedImages, EvaluatedModels, EvaluationOptions, evaluate, graded_metrics
@@ -206,7 +207,9 @@ def test_costs_are_those_of_a_calculation_by_hand(report: Report) -> None:
     assert [way.stored_bytes for way in plan.ways] == [index, index, index, index + 350 * (NEW_DIM * 4 + 48), 1000 * NEW_DIM * 4]
 
 
-def test_a_plan_says_the_gain_and_what_is_missing(report: Report, run_xcompat: Run, tmp_path: Path) -> None:
+def test_a_plan_says_the_gain_and_what_is_missing(
+    report: Report, run_xcompat: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plan = plan_ways(report, Traffic(1000, 10), "map")
     said = " ".join(describe_plan(plan))
     stay, new, *_, backfill = (way.quality for way in plan.ways)
@@ -223,6 +226,13 @@ def test_a_plan_says_the_gain_and_what_is_missing(report: Report, run_xcompat: R
     said = run_xcompat.output(*asked, "--embeds-per-second", 100, "--price", 0.1, "--plot", image)
     assert "5,000,000 items, 20,000 queries a day" in said and "re-rank 5" in said and "13.9" in said
     assert Image.open(image).size[0] > 500
+    monkeypatch.setattr(console, "_width", 80)
+    narrow = run_xcompat.output(*asked, "--embeds-per-second", 100, "--price", 0.1)
+    ways = plan_ways(report, Traffic(5_000_000, 20_000, embeds_per_second=100, price_per_1000=0.1), "cmc@1").ways
+    for way in ways:
+        cells = [f"{way.per_query:,}", f"{way.in_all:,}", f"{way.milliseconds:,.1f}", f"{way.hours:,.1f}", f"{way.price:,.2f}"]
+        assert all(f" {cell} " in narrow for cell in [*cells, f"{100 * (way.quality or 0):.1f}"])
+    assert narrow.splitlines() and max(map(len, narrow.splitlines())) <= 80
     assert f"{image} exists" in run_xcompat.refusal(*asked, "--plot", image)
     assert "does not measure recall@7; it has cmc@1" in run_xcompat.refusal(*asked, "--metric", "recall@7")
 

@@ -140,7 +140,7 @@ def test_rendering_again_keeps_files_and_needs_no_data_file(folder: Path, tmp_pa
 
 def printed(report: Report) -> str:
     buffer = io.StringIO()
-    print_report(report, Console(file=buffer, width=100))
+    print_report(report, Console(file=buffer, width=80))
     return buffer.getvalue()
 
 
@@ -151,7 +151,13 @@ def test_terminal_shows_table_examples_and_verdict(folder: Path) -> None:
     assert all(any(row.startswith(case.label) for row in rows) for case in report.cases)
     assert f"{report.cases[0].metrics['recall@10'] * 100:.1f}" in text
     assert "find [me] & <you>" in text and "✓ a [red] blot" in text
-    assert max(len(line) for line in text.splitlines()) <= 100
+    values = [
+        value
+        for case in report.cases
+        for value in (*case.metrics.values(), *(end for ci95 in case.ci95.values() for end in ci95))
+    ]
+    assert values and all(re.search(rf"(?<![\d.]){100 * value:.1f}(?!\d)", text) for value in values)
+    assert max(len(line) for line in text.splitlines()) <= 80
 
 
 @pytest.mark.parametrize("mapped", [True, False])

@@ -23,13 +23,15 @@ _STYLES = {
     **dict.fromkeys(("no", "worse"), "bold red"),
     **dict.fromkeys(("not measured", "undecided"), "yellow"),
 }
+BESIDE = 5
+"""Most metrics in a table, so that it fits into 80 columns."""
 WAYS = {"old/old": "old queries, unchanged vectors", "new/new": "new queries, re-embedded vectors"}
 
 
 def print_report(report: Report, console: Console) -> None:
     """Print a table per direction, the example searches and the verdict."""
     for direction, metrics, cases in report.tables():
-        console.print(_table(direction, metrics, cases))
+        _print_cases(console, direction, metrics, cases)
     print_examples(report.examples, console, report.is_judged)
     for note in report.notes:
         console.print(f"[dim]{literal(note)}[/]")
@@ -71,14 +73,21 @@ def print_ways(report: Report, console: Console, mapped: bool) -> None:
     """
     names = WAYS | {"new/old": "new queries, mapped vectors" if mapped else "new queries, unchanged vectors"}
     for direction, metrics, cases in report.tables():
-        console.print(_table(direction, metrics, [case for case in cases if case.label in names], names))
+        _print_cases(console, direction, metrics, [case for case in cases if case.label in names], names)
 
 
-def _table(direction: str, metrics: list[str], cases: list[Case], names: Mapping[str, str] = MappingProxyType({})) -> Table:
+def _print_cases(
+    console: Console, direction: str, metrics: list[str], cases: list[Case], names: Mapping[str, str] = MappingProxyType({})
+) -> None:
     size = "/".join(dict.fromkeys(f"{case.n_queries:,} queries, {case.n_gallery:,} items" for case in cases))
-    name = search_name(direction, cases[0].population)
-    title = f"{literal(name)}: {size}; percent, 95 % intervals"
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    console.print(f"[italic]{literal(search_name(direction, cases[0].population))}: {size}; percent, 95 % intervals[/]\n")
+    for first in range(0, len(metrics), BESIDE):
+        console.print(_table(metrics[first : first + BESIDE], cases, names))
+        console.print()
+
+
+def _table(metrics: list[str], cases: list[Case], names: Mapping[str, str]) -> Table:
+    table = Table(box=SIMPLE_HEAD, padding=0, show_edge=False)
     table.add_column("way" if names else "query/gallery", no_wrap=True)
     for metric in metrics:
         table.add_column(literal(metric_name(metric)), justify="right")
@@ -123,22 +132,30 @@ def print_plan(plan: Plan, console: Console) -> None:
     """
     traffic = plan.traffic
     title = f"{traffic.items:,} items, {traffic.queries_per_day:,} queries a day, {traffic.days} days"
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    columns = ["way", metric_name(plan.metric), "embeddings\nper query", f"embeddings\nin {traffic.days} days", "storage"]
-    columns += ["ms per\nquery", "hours until\ncomplete"] if traffic.embeds_per_second is not None else []
-    columns += ["price"] if traffic.price_per_1000 is not None else []
-    for number, column in enumerate(columns):
-        table.add_column(column, justify="left" if number == 0 else "right")
+    console.print(f"[italic]{title}[/]\n")
+    timed = traffic.embeds_per_second is not None
+    per_query = [metric_name(plan.metric), "embeddings\nper query", *(["ms per\nquery"] if timed else [])]
+    in_all = [f"embeddings\nin {traffic.days} days", "storage", *(["hours until\ncomplete"] if timed else [])]
+    in_all += ["price"] if traffic.price_per_1000 is not None else []
+    tables = [Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False) for _ in range(2)]
+    for table, columns in zip(tables, (per_query, in_all), strict=True):
+        table.add_column("way")
+        for column in columns:
+            table.add_column(column, justify="right", no_wrap=True)
     for way in plan.ways:
         quality = "not measured"
         if way.quality is not None and way.ci95 is not None:
             quality = f"{way.quality * 100:.1f}\n[dim]{interval(way.ci95)}[/]"
         most = "≤ " if way.per_query > 2 else ""
-        cells = [quality, f"{most}{way.per_query:,}", f"{most}{way.in_all:,}", f"{most}{decimal(way.stored_bytes)}"]
-        cells += [f"{most}{way.milliseconds:,.1f}"] if way.milliseconds is not None else []
-        cells += [f"{way.hours:,.1f}"] if way.hours is not None else []
-        cells += [f"{most}{way.price:,.2f}"] if way.price is not None else []
-        table.add_row(way.name, *cells)
-    console.print(table)
+        asked = [quality, f"{most}{way.per_query:,}"]
+        asked += [f"{most}{way.milliseconds:,.1f}"] if way.milliseconds is not None else []
+        total = [f"{most}{way.in_all:,}", f"{most}{decimal(way.stored_bytes)}"]
+        total += [f"{way.hours:,.1f}"] if way.hours is not None else []
+        total += [f"{most}{way.price:,.2f}"] if way.price is not None else []
+        for table, cells in zip(tables, (asked, total), strict=True):
+            table.add_row(way.name, *cells)
+    for table in tables:
+        console.print(table)
+        console.print()
     for line in describe_plan(plan):
         console.print(literal(line), soft_wrap=True)
