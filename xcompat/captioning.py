@@ -259,6 +259,8 @@ def caption(images: str, captioner: Mapping[str, Any], out: Path, batch_size: in
     started = time.perf_counter()
     count = write_captions(source, Captioner(**captioner), out, batch_size, overwrite)
     seconds = time.perf_counter() - started
-    console.print(f"{count:,} captions in {literal(out)} ({seconds:,.1f} s, {count / max(seconds, 1e-9):,.1f} a second)")
+    console.print(
+        f"{count:,} captions in {literal(out)} ({seconds:,.1f} s, {count / max(seconds, 1e-9):,.1f} a second)", soft_wrap=True
+    )
     share = f", max_bad_share: {max_bad_share:g}" if max_bad_share > PairSource(path=images).max_bad_share else ""
-    console.print(f"Read them with data.images: {{path: {literal(images)}, caption_file: {literal(out)}{share}}}")
+    console.print(f"Read them with data.images: {{path: {literal(images)}, caption_file: {literal(out)}{share}}}", soft_wrap=True)

@@ -117,7 +117,7 @@ def plan(
 
         with atomic_path(plot) as file:
             draw_plan(planned).savefig(file, format="png", dpi=150)
-        console.print(f"plot: {literal(plot)}")
+        console.print(f"plot: {literal(plot)}", soft_wrap=True)
 
 
 def _queries(source: str, limit: int | None) -> Sequence[str] | Iterator[str]:

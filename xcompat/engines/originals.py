@@ -64,5 +64,7 @@ def embed_originals(source: str, model: str, out: Path, column: str | None = Non
             (temporary / f"{kind}_ids.txt").write_text("".join(f"{name}\n" for name in ids), encoding="utf-8")
         shutil.rmtree(caches)
         skipped = f", {len(items.ids) - len(ids):,} cannot be read" if len(ids) < len(items.ids) else ""
-        console.print(f"[green]✓[/] {literal(out)}: {len(ids):,} embeddings of {embedder.dim} dimensions{skipped}")
+        console.print(
+            f"[green]✓[/] {literal(out)}: {len(ids):,} embeddings of {embedder.dim} dimensions{skipped}", soft_wrap=True
+        )
     barrier()

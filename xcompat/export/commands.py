@@ -45,7 +45,9 @@ def to_faiss(index: Path, model: str, out: Path, overwrite: bool, memory: Memory
             entries = kept.settings["entries"]
             loaded = loaded.remember(kept.without_entries() if memory == "transform" else None)
         old, dim = literal(str(query_transform.to_faiss(loaded, index, out, overwrite))), loaded.config.embedding_dim
-    console.print(f"[green]✓[/] {literal(str(out))} takes {dim}-dimensional queries; its vectors are those of {old}")
+    console.print(
+        f"[green]✓[/] {literal(str(out))} takes {dim}-dimensional queries; its vectors are those of {old}", soft_wrap=True
+    )
     if entries:
         console.print(
             f"[yellow]![/] a faiss index cannot contain the map's memory ({entries:,} entries), so its queries differ from those "
@@ -82,4 +84,4 @@ def to_onnx(run: str, out: Path, space: Space, overwrite: bool) -> None:
         onnx_towers.to_onnx(model, out, space, overwrite)
     towers = " and ".join(path.name for path in list_entries(out, "*.onnx"))
     allowed = f"within {onnx_towers.TOLERANCE:.0e} of PyTorch"
-    console.print(f"[green]✓[/] {literal(str(out))}: {towers} embed in the {space} space, {allowed}")
+    console.print(f"[green]✓[/] {literal(str(out))}: {towers} embed in the {space} space, {allowed}", soft_wrap=True)

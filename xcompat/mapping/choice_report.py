@@ -83,7 +83,7 @@ def _as_html(text: object) -> str:
 
 def print_choice(choice: Choice) -> None:
     """Print the tables of a choice."""
-    console.print(choice_title(choice), soft_wrap=True)
+    console.print(choice_title(choice))
     for table in choice_tables(choice):
         console.print()
         console.print(table)

@@ -160,7 +160,7 @@ def _measure_old_query(candidate: Candidate, old: Embedder | None) -> float | No
     if old is None or not candidate.old_share:
         return None
     milliseconds = measure_query_ms(old)
-    console.print(literal(describe_old_query_ms(old, milliseconds)), soft_wrap=True)
+    console.print(literal(describe_old_query_ms(old, milliseconds)))
     return milliseconds
 
 
@@ -196,7 +196,7 @@ def _say(decided: _Decision) -> None:
     if decided.choice is not None:
         print_choice(decided.choice)
     for line in decided.said:
-        console.print(literal(line), soft_wrap=True)
+        console.print(literal(line))
 
 
 def _decide(

@@ -111,7 +111,7 @@ def print_checkpoints(maps: SearchResult, old: str | None, new: str | None, json
         console.print(found_table(found))
         if maps.is_cut:
             fewer = "" if old is not None and new is not None else "; name both models to see fewer"
-            console.print(f"[dim]Only the {MOST} most downloaded were looked at{fewer}.[/]", soft_wrap=True)
+            console.print(f"[dim]Only the {MOST} most downloaded were looked at{fewer}.[/]")
         console.print("[dim]To judge one on your own sample: xcompat map … --start-from NAME[/]", soft_wrap=True)
     else:
         asked = (("queries of", new), ("galleries of", old))

@@ -55,7 +55,7 @@ def render_data(folder: Path) -> None:
     The gallery contains the upright regular faces.
     """
     if folder.exists():
-        console.print(f"  [dim]reused from {literal(folder)}[/]")
+        console.print(f"  [dim]reused from {literal(folder)}[/]", soft_wrap=True)
         return
     glyphs = render_glyphs()
     parts = glyph_parts(glyphs, SPLIT_SEED)

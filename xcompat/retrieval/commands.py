@@ -64,7 +64,9 @@ def adopt(folder: Path, index: Path, ids: Path | None, model: str) -> None:
         )
     if look.zeros:
         console.print(f"[yellow]![/] {look.zeros:,} vectors are zero; re-embed these items")
-    console.print(f"[green]✓[/] {manifest.rows:,} vectors of {literal(manifest.versions[0].fingerprint)}, left in place")
+    console.print(
+        f"[green]✓[/] {manifest.rows:,} vectors of {literal(manifest.versions[0].fingerprint)}, left in place", soft_wrap=True
+    )
 
 
 def _load_maker(model: str) -> Model:
@@ -79,7 +81,9 @@ def _load_maker(model: str) -> Model:
         with suppress(XcompatError):
             return load_embedder(model)
     version = named_fingerprint(model)
-    console.print(f"[yellow]![/] {literal(model)} cannot embed here: the gallery accepts only queries of {literal(version)}")
+    console.print(
+        f"[yellow]![/] {literal(model)} cannot embed here: the gallery accepts only queries of {literal(version)}", soft_wrap=True
+    )
     return version
 
 
@@ -131,7 +135,7 @@ def build_from_vectors(
         gallery.commit("build")
     there = f", {int(known_N.sum()):,} were there already" if known_N.any() else ""
     made = f"{int((~known_N).sum()):,} vectors of {literal(identity(version))}"
-    console.print(f"[green]✓[/] {made} added to {literal(folder)}{there}")
+    console.print(f"[green]✓[/] {made} added to {literal(folder)}{there}", soft_wrap=True)
 
 
 def read_ids(file: Path) -> list[str]:
@@ -150,7 +154,7 @@ def resync(gallery: Gallery, ids: Path | None) -> None:
     before, items = gallery.generation, len(gallery)
     now = gallery.resync(read_ids(ids) if ids is not None else None)
     done = "unchanged" if now == before else f"synchronized: {len(gallery) - items:,} more items, generation {now}"
-    console.print(f"[green]✓[/] the index of {literal(gallery.path)} is {done}; {len(gallery):,} items")
+    console.print(f"[green]✓[/] the index of {literal(gallery.path)} is {done}; {len(gallery):,} items", soft_wrap=True)
 
 
 def build(
@@ -203,7 +207,7 @@ def add(gallery: Gallery, originals: Originals, embedder: Embedder, replace: boo
     more = [f"{added.present:,} were there already"] if added.present else []
     more += [f"{added.unreadable:,} cannot be read"] if added.unreadable else []
     said = f"{added.added:,} {originals.kind} added to {literal(gallery.path)}{''.join(f', {text}' for text in more)}"
-    console.print(f"[green]✓[/] {said}")
+    console.print(f"[green]✓[/] {said}", soft_wrap=True)
     notice_truncated(embedder, added.truncated, added.added, "; --words cuts texts into passages")
 
 
@@ -375,7 +379,9 @@ def alias(gallery: Gallery, name: str) -> None:
     """Record another fingerprint for the model that made the embeddings."""
     model = find_alias(name)
     version = gallery.add_alias(model)
-    console.print(f"[green]✓[/] maps for {literal(model)} fit the {literal(version)} embeddings of {literal(gallery.path)}")
+    console.print(
+        f"[green]✓[/] maps for {literal(model)} fit the {literal(version)} embeddings of {literal(gallery.path)}", soft_wrap=True
+    )
 
 
 def find_alias(name: str) -> Fingerprint:
@@ -397,9 +403,11 @@ def verify(gallery: Gallery) -> dict[str, object]:
     except GenerationGoneError:  # a newer state has replaced this one
         return verify(Gallery.open(gallery.path))
     for line in wrong:
-        console.print(f"[red]✗[/] {literal(line)}")
+        console.print(f"[red]✗[/] {literal(line)}", soft_wrap=True)
     if not wrong:
-        console.print(f"[green]✓[/] {literal(gallery.path)} is whole: {len(gallery):,} items in {_segments(gallery)}")
+        console.print(
+            f"[green]✓[/] {literal(gallery.path)} is whole: {len(gallery):,} items in {_segments(gallery)}", soft_wrap=True
+        )
     return {"passed": not wrong, "items": len(gallery), "segments": len(gallery.segments), "damaged": list(wrong)}
 
 
@@ -436,7 +444,7 @@ def print_findings(findings: list[Finding]) -> dict[str, object]:
     foreign = [name for finding in findings for name in finding.foreign]
     if foreign:
         more = f" and {len(foreign) - SHOWN:,} more" if len(foreign) > SHOWN else ""
-        console.print(f"[red]✗[/] of another origin: {literal(', '.join(foreign[:SHOWN]))}{more}")
+        console.print(f"[red]✗[/] of another origin: {literal(', '.join(foreign[:SHOWN]))}{more}", soft_wrap=True)
     return {"passed": not foreign, "versions": [_finding_as_json(finding) for finding in findings]}
 
 
@@ -473,8 +481,8 @@ def rollback(gallery: Gallery, generation: int | None) -> None:
     before = read_manifest(gallery.path).generation
     now = gallery.rollback(generation)
     restored = gallery.manifest.restored_generation
-    console.print(f"[green]✓[/] restored generation {restored} as generation {now}: {len(gallery):,} items")
-    console.print(f"to undo this: `xcompat gallery rollback {literal(gallery.path)} --to {before}`")
+    console.print(f"[green]✓[/] restored generation {restored} as generation {now}: {len(gallery):,} items", soft_wrap=True)
+    console.print(f"to undo this: `xcompat gallery rollback {literal(gallery.path)} --to {before}`", soft_wrap=True)
 
 
 def list_states(gallery: Gallery) -> None:

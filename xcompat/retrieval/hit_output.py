@@ -108,7 +108,7 @@ def _print(found: QueryResult, group_by: str | None, several: bool) -> None:
     if (confidence := found.confidence) is not None:
         instead = f"; {literal(found.fallback)} was used instead" if found.fallback is not None else ""
         said = f"confidence {confidence:.2f}: probability that the old model's query finds no more{instead}"
-        console.print(said, soft_wrap=True)
+        console.print(said)
 
 
 def hit_table(hits: list[Hit], group_by: str | None) -> Table:

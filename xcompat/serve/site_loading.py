@@ -130,7 +130,9 @@ def _load_run_site(run: FinishedRun, model: str | None, old: str | None) -> Site
     shelves = {title: Shelf(title, path, show=_image_reader(items)) for title, (path, items) in made.items()}
     sides = [Side(OLD, asking)] if isinstance(asking, Embedder) else []
     if not sides:
-        console.print(f"  [yellow]![/] {asking.name} contains embeddings but no model: old queries cannot be compared")
+        console.print(
+            f"  [yellow]![/] {asking.name} contains embeddings but no model: old queries cannot be compared", soft_wrap=True
+        )
     report = load_report(run.report) if run.report is not None else None
     site = Site(run.folder.resolve().name, shelves, [*sides, Side(NEW, new)], run.report)
     if report is not None and sides:

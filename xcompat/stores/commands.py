@@ -75,7 +75,9 @@ def alias(store: Store, name: str) -> None:
 
     model = find_alias(name)
     made = store.add_alias(model)
-    console.print(f"[green]✓[/] maps for {literal(model)} now work with vectors of {literal(made)} in {literal(store.uri)}")
+    console.print(
+        f"[green]✓[/] maps for {literal(model)} now work with vectors of {literal(made)} in {literal(store.uri)}", soft_wrap=True
+    )
 
 
 def info(store: Store) -> dict[str, Any]:
@@ -152,7 +154,8 @@ def check_model(store: Store, name: str | None, held: SourceField | None = None)
     except XcompatError:
         unchecked = ", so the vectors are not checked" if held is not None else ""
         console.print(
-            f"[yellow]![/] {literal(name)} cannot embed here{unchecked}: only maps for exactly this model work with the store"
+            f"[yellow]![/] {literal(name)} cannot embed here{unchecked}: only maps for exactly this model work with the store",
+            soft_wrap=True,
         )
     model = embedder.fingerprint if embedder is not None else named_fingerprint(name)
     if known not in (None, model):
@@ -255,7 +258,8 @@ def start(store: Store, mapping: AnyVectorSource, into: str | None, **options: A
         return
     console.print(
         f"[green]✓[/] filled {literal(done.into)} in {literal(store.uri)}: {done.written:,} rows written; "
-        "run `xcompat migrate verify`, then `switch`"
+        "run `xcompat migrate verify`, then `switch`",
+        soft_wrap=True,
     )
     _print_skipped(done.skipped, done.named)
     _print_empty(store.count() - store.count(store.space), store.ids_without_vector(migration.SHOWN))
@@ -303,7 +307,8 @@ def switch(store: Store, mapping: AnyVectorSource) -> None:
     new, old = (done.space, done.before) if store.renames else (done.into, done.space)
     console.print(
         f"[green]✓[/] {literal(new)} in {literal(store.uri)} has the new vectors, {literal(old)} the old ones; "
-        "search it with the --model of this migration now"
+        "search it with the --model of this migration now",
+        soft_wrap=True,
     )
     if not store.renames:
         _warn(f"your services must use the name {new} now: {old} is not renamed")
@@ -314,7 +319,7 @@ def rollback(store: Store, can_delete: bool) -> None:
     done, lost = migration.rollback(store, can_delete)
     after = migration.RECORD if store.record(migration.RECORD) is not None else None
     what = f"{done.space} has the old vectors again" if after else f"deleted {done.into}; {done.space} is unchanged"
-    console.print(f"[green]✓[/] {literal(what)}")
+    console.print(f"[green]✓[/] {literal(what)}", soft_wrap=True)
     if lost:
         console.print(
             f"[yellow]![/] {lost:,} rows changed after the switch: they have no vector of the old model, and searches miss them"
@@ -326,4 +331,4 @@ def finish(store: Store) -> None:
     done = migration.finish(store)
     old = done.before if store.renames else done.space
     named = "" if store.renames else f"; name {literal(done.into)} in its address from now on"
-    console.print(f"[green]✓[/] deleted {literal(old)} from {literal(store.uri)}{named}")
+    console.print(f"[green]✓[/] deleted {literal(old)} from {literal(store.uri)}{named}", soft_wrap=True)

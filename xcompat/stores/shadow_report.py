@@ -64,10 +64,10 @@ def show_shadow(
         console.print(f"  {literal(_difference(pair))}", soft_wrap=True)
     if out is not None:
         write_json(out, as_json(seen, answer))
-        console.print(f"all queries: {literal(out)}")
+        console.print(f"all queries: {literal(out)}", soft_wrap=True)
     console.print(f"{'[green]Go[/]' if answer.go else '[red]No-go[/]'}: {literal(answer.reason)}.", soft_wrap=True)
     if answer.go:
-        console.print(_LABELS, soft_wrap=True)
+        console.print(_LABELS)
     return answer.go
 
 

@@ -49,7 +49,7 @@ def last_complete_checkpoint(folder: Path) -> Path | None:
         if wrong is None:
             return checkpoint
         if is_main_process():
-            console.print(f"  [yellow]![/] skipping {checkpoint}: {wrong}")
+            console.print(f"  [yellow]![/] skipping {checkpoint}: {wrong}", soft_wrap=True)
     return None
 
 

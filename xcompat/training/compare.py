@@ -63,7 +63,7 @@ def compare_recipe(recipe: Recipe) -> Path:
         comparison = _compare_with_plain_map(recipe.name, contenders, plain, settings.resamples, notes)
         page = write_comparison(recipe.output_dir, comparison)
         print_comparison(comparison, console)
-        console.print(f"comparison: {literal(page)}")
+        console.print(f"comparison: {literal(page)}", soft_wrap=True)
     barrier()
     return comparison_file(recipe.output_dir).with_suffix(".html")
 

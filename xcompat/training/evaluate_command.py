@@ -258,5 +258,5 @@ def _finish(content: ReportContent, output: Path) -> Report:
     page = write_report(output, content)
     report = load_report(output)
     print_report(report, console)
-    console.print(f"report: {literal(page)}")
+    console.print(f"report: {literal(page)}", soft_wrap=True)
     return report

@@ -167,7 +167,7 @@ def _fill(folder: Path, old: FrozenModel, items: GalleryItems, embeds_Nd: np.nda
         if len(gallery):
             return
     else:
-        console.print(f"  [dim]building {literal(folder)} from old embeddings[/]")
+        console.print(f"  [dim]building {literal(folder)} from old embeddings[/]", soft_wrap=True)
         gallery = Gallery.create(folder, old if isinstance(old, Embedder) else old.fingerprint, old.dim)
     with gallery:
         about = [items.metadata[row] for row in rows]

@@ -76,7 +76,7 @@ def print_candidates(choice: Choice) -> None:
     """Print candidates and results."""
     print_choice(choice)
     for line in describe_choice(choice):
-        console.print(f"  {literal(line)}", soft_wrap=True)
+        console.print(f"  {literal(line)}")
 
 
 def write_candidates(folder: Path, candidate: Candidate, choice: Choice | None, known: CandidateParts, **verdict: bool) -> None:

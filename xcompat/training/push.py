@@ -144,7 +144,9 @@ def _checkpoint(folder: Path, form: Form, memory: MemoryParts) -> tuple[PushedMo
         base = facts.base["name"]
         if facts.holds == "adapters":
             raise XcompatError(f"its base {base} is a local folder, so others cannot load it; push the whole model")
-        console.print(f"[yellow]its base {literal(base)} is a local folder: others can only apply the map to embeddings[/]")
+        console.print(
+            f"[yellow]its base {literal(base)} is a local folder: others can only apply the map to embeddings[/]", soft_wrap=True
+        )
     return pushed, run, [each.digest for each in known]
 
 

@@ -123,7 +123,7 @@ def stages_below_old(recipe: Recipe) -> list[str]:
     runs = [StageRun(recipe, settings) for settings in recipe.stages if not settings.allow_worse]
     names = [run.settings.name for run in runs if run.verdict is False]
     for name in names:
-        console.print(f"{literal(name)}: {_BELOW_OLD}", soft_wrap=True)
+        console.print(f"{literal(name)}: {_BELOW_OLD}")
     return names
 
 
@@ -174,7 +174,7 @@ class StageRun(Stage):
         self._begin_folder()
         if self.is_done:
             self._require_same()
-            console.print(f"  [dim]{literal(self.settings.name)} is done, reused from {literal(self.folder)}[/]")
+            console.print(f"  [dim]{literal(self.settings.name)} is done, reused from {literal(self.folder)}[/]", soft_wrap=True)
             return
         before = seconds_before(self.checkpoints) if is_main_process() else 0.0
         started = time.perf_counter()

@@ -176,7 +176,7 @@ def train(model: CompatModel, data: Data, settings: StageRecipe, seed: int, fold
     trainer.remove_callback(PrinterCallback)
     last = last_complete_checkpoint(folder)
     if last is not None:
-        console.print(f"  [dim]continuing from {literal(last)}[/]")
+        console.print(f"  [dim]continuing from {literal(last)}[/]", soft_wrap=True)
     try:
         trainer.train(resume_from_checkpoint=str(last) if last else None)
     finally:
