@@ -80,6 +80,7 @@ def test_a_narrow_terminal_shows_all_of_a_gallery(run: Run, tmp_path: Path, monk
     said = run.output("info", folder)
     lines = said.splitlines()
     assert f"{folder}: 3 items" in lines and f"states of {folder}" in lines, "a path can be copied"
+    assert f"✓ {folder} is whole: 3 items in 1 segment" in run.output("verify", folder).splitlines()
     assert "…" not in said and max(len(line) for line in lines if str(folder) not in line) <= 80
     versions = "".join(line.split("│")[1].strip() for line in lines[: lines.index(f"states of {folder}")] if "│" in line)
     assert versions == listed["versions"][0]["version"]
