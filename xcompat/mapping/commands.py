@@ -145,13 +145,7 @@ def map_embeddings(asked: MapRequest) -> bool:
             "run": provenance(),
         }
         write_json(temporary / "report.json", document)
-    console.print(f"[green]✓[/] {literal(out / 'model')}: {literal(decided.candidate)}", soft_wrap=True)
-    if texts is not None:
-        kept = f"The embeddings stay in {literal(_cache_folder(asked))} for further maps; delete it after the last"
-        console.print(kept, soft_wrap=True)
-    if asked.direction == "old_to_new":
-        following = f"`xcompat migrate plan URI --from OLD_MODEL --model {literal(out)}`, or `xcompat gallery upgrade`"
-        console.print(f"Next: {following}", soft_wrap=True)
+    _print_result(asked, decided)
     return True
 
 
@@ -162,6 +156,17 @@ def _measure_old_query(candidate: Candidate, old: Embedder | None) -> float | No
     milliseconds = measure_query_ms(old)
     console.print(literal(describe_old_query_ms(old, milliseconds)))
     return milliseconds
+
+
+def _print_result(asked: MapRequest, decided: _Decision) -> None:
+    out = asked.out
+    console.print(f"[green]✓[/] {literal(out / 'model')}: {literal(decided.candidate)}", soft_wrap=True)
+    if asked.texts is not None:
+        kept = f"The embeddings stay in {literal(_cache_folder(asked))} for further maps; delete it after the last"
+        console.print(kept, soft_wrap=True)
+    if asked.direction == "old_to_new":
+        following = f"`xcompat migrate plan URI --from OLD_MODEL --model {literal(out)}`, or `xcompat gallery upgrade`"
+        console.print(f"Next: {following}", soft_wrap=True)
 
 
 def _print_refusal(asked: MapRequest, decided: _Decision) -> None:
