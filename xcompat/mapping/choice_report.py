@@ -102,7 +102,7 @@ def describe_choice(choice: Choice) -> list[str]:
         mix = ""
         if choice.mixed is not None:
             mix = (
-                f" Mixed half-way with old queries, the lowest gain is {_least(choice.mixed)}: if you can still run the old "
+                f" Mixed half-way with old queries, the lowest interval is {_lowest(choice.mixed)}: if you can still run the old "
                 "model, add --old-model."
             )
         return [*held, f"{_describe_doubt(best)}.{mix}", *sure]
@@ -210,14 +210,17 @@ def _least(trial: Trial) -> str:
     return _describe_cell(*min(trial.cells(), key=lambda cell: cell[2].mean))
 
 
+def _lowest(trial: Trial) -> str:
+    return _describe_cell(*min(trial.cells(), key=lambda cell: cell[2].low))
+
+
 def _describe_doubt(best: Trial) -> str:
     """Return a sentence without a full stop on the results of the best candidate that can be below those of old queries."""
-    below = [cell for cell in best.cells() if cell[2].low < 0]
-    lowest = _describe_cell(*min(below, key=lambda cell: cell[2].low))
-    total = sum(1 for _ in best.cells())
+    gains = [gain for _, _, gain in best.cells()]
+    below = sum(gain.low < 0 for gain in gains)
     return (
-        f"The best candidate, {best.candidate}, may find less than old queries: {len(below)} of {total} intervals "
-        f"{'reach' if len(below) > 1 else 'reaches'} below zero, the lowest with {lowest}"
+        f"The best candidate, {best.candidate}, may find less than old queries: {below} of {len(gains)} intervals "
+        f"{'reach' if below > 1 else 'reaches'} below zero, the lowest with {_lowest(best)}"
     )
 
 
