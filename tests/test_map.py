@@ -23,18 +23,20 @@ from typer.testing import CliRunner, Result
 
 from xcompat import Fingerprint, XcompatError
 from xcompat.cli import app
+from xcompat.core.progress import console
 from xcompat.evaluation import PairedDifference, cmc
 from xcompat.mapping import Candidate, CaptionedEmbeddings, PairedEmbeddings, choose, commands, load_paired
 from xcompat.mapping import folds as folds_of
 from xcompat.mapping.agreement import HeldOutItems, choose_by_agreement, choose_by_labels_or_agreement
 from xcompat.mapping.candidates import LINES, CandidateParts, fit
-from xcompat.mapping.choice_report import as_json, describe_choice
+from xcompat.mapping.choice_report import as_json, describe_choice, print_choice
 from xcompat.mapping.folds import FEWEST, IN_WHOLE, PROTOCOLS, QUERIES, Searched, folds
 from xcompat.mapping.held_out import HeldOutClasses, Trial
 from xcompat.mapping.item_memory import with_item_memory
 from xcompat.mapping.request import MapRequest
 from xcompat.mapping.selection import Choice, merge_choices, select_conservative
 from xcompat.models.embedder import load_embedder
+from xcompat.report.wording import gain_with_interval
 
 CLASSES, EACH, NEW, OLD = 24, 30, 24, 16
 CHOSEN: dict[tuple[object, ...], Choice] = {}
@@ -558,6 +560,18 @@ def test_a_map_without_training_embeddings_is_chosen_among_its_kind(sides: tuple
     assert all(trial.candidate.kind == trial.candidate.line for trial in none.trials)
     asked = MapRequest(*sides, tmp_path / "out", memory="none", remember_items=True)
     refuses("--remember-items does not work with --memory none; remove one of them", asked.require)
+
+
+def test_all_results_fit_into_80_columns(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    choice = choose(made(new_noise=1))
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(console, "_width", 80)
+    print_choice(choice)
+    shown = capsys.readouterr().out
+    assert max(map(len, shown.splitlines())) <= 80 and shown.count("candidate ") == len(PROTOCOLS["unknown"])
+    trials = [*choice.trials_to_show(), *filter(None, (choice.mixed, choice.without_new_model))]
+    gains = [gain for trial in trials for _, _, gain in trial.cells()]
+    assert gains and all(gain_with_interval(gain.mean, gain.low, gain.high) in shown for gain in gains)
 
 
 def test_a_refusal_is_said_once_in_the_last_line(tmp_path: Path) -> None:

@@ -79,6 +79,7 @@ def test_a_lost_old_model_is_known_by_vectors_in_the_order_of_the_texts(clip: st
     command = ("--old", tmp_path / "old.npy", "--new", clip, "--texts", written(tmp_path), "--out", tmp_path / "map")
     report = mapped(*command)
     assert report["items"] == len(TEXTS) and report["of_agreement"] and report["sentences"] == {}
+    assert f"The embeddings stay in {tmp_path / 'map.cache'} for further maps" in report["output"]
     assert report["old_query_ms"] is None and "to each query" not in report["output"]
     model = AutoModel.from_pretrained(tmp_path / "map" / "model")
     with torch.no_grad():
@@ -98,6 +99,7 @@ def test_a_refused_map_says_which_folder_it_leaves(clip: str, tmp_path: Path) ->
     done = CliRunner().invoke(app, [*map(str, asked)])
     said = " ".join(done.output.split())
     assert done.exit_code == 1 and "No map was written: " in said and not out.exists()
+    assert "without classes (--labels) or --old-model, a map needs strong evidence" in said
     assert said.endswith(f"The embeddings stay in {out}.cache for the next run.") and Path(f"{out}.cache").is_dir()
 
 

@@ -40,8 +40,8 @@ def choice_tables(choice: Choice) -> list[Table]:
 def _protocol_table(choice: Choice, protocol: str) -> Table:
     only = ", shown only, not decisive" if protocol in choice.chosen.shown_only else ""
     title = f"{protocol} ({choice.n_queries[protocol]:,} queries{only})"
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
-    table.add_column("candidate", overflow="fold")
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=0, show_edge=False)
+    table.add_column("candidate", min_width=9)
     for metric in choice.floor[protocol]:
         table.add_column(metric_name(metric), no_wrap=True)
 
