@@ -343,7 +343,7 @@ def test_a_file_that_changes_meanwhile_is_noticed(
         ("{source} --model {model} --out out --column prices", "has no column 'prices'; did you mean 'price'?"),
         ("{source} --model {model} --out out --column price", "choose a column of vectors, texts or images"),
         ("{source} --model {model} --out out --id-column vector", "both name 'vector'"),
-        ("{source} --model {queries} --out out", "maps queries, so the store stays as it is"),
+        ("{source} --model {queries} --out out", "maps queries, not stored vectors"),
         ("nosuch://bucket/items --model {model} --out out", "nosuch://bucket/items cannot be opened"),
         *(("{source} --model {model} --out made --engine " + engine, f'`pip install -e ".[{engine}]"`') for engine in ENGINES),
     ],

@@ -224,6 +224,18 @@ def test_embed_refuses_ambiguous_sources(tmp_path: Path, upward: str, run_xcompa
     run_xcompat.output(*command, "--column", "embedding")
     os.utime(source, (1, 1))
     assert "has changed since mapped was started" in run_xcompat.refusal(*command, "--column", "embedding")
+    points = [{"id": name, "vector": {"image": row, "text": row[:4]}} for name, row in zip(IDS, OLD.tolist(), strict=True)]
+    (tmp_path / "q.json").write_text(json.dumps({"result": {"points": points}}))
+    command = ("embed", "q.json", "--model", upward, "--out", "named")
+    assert "several vectors (image, text); choose one with --column" in run_xcompat.refusal(*command)
+    misspelt = run_xcompat.refusal(*command, "--column", "imag")
+    assert "--column imag: no such name" in misspelt and "did you mean 'image'?" in misspelt
+    hits = [{"_id": point["id"], "_source": point["vector"]} for point in points]
+    (tmp_path / "e.json").write_text(json.dumps({"hits": {"hits": hits}}))
+    assert "choose image or text with --column" in run_xcompat.refusal("embed", "e.json", *command[2:])
+    np.savez(tmp_path / "two.npz", ids=IDS, first=OLD, second=OLD)
+    assert "matrices first, second; choose one with --column" in run_xcompat.refusal("embed", "two.npz", *command[2:])
+    run_xcompat.output(*command, "--column", "image")
     np.save(tmp_path / "a.npy", OLD)
     assert "a.npy has no ids; write the id of" in run_xcompat.refusal("embed", "a.npy", "--model", upward, "--out", "new")
 

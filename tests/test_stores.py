@@ -564,7 +564,7 @@ def test_padded_vectors_are_mapped(place: Place, vectors: np.ndarray, capsys: py
 def test_impossible_migrations_change_nothing(store: Store, place: Place, model: RidgeModel, vectors: np.ndarray) -> None:
     before = place.everything()
     stranger = solve_map(vectors, vectors, Fingerprint.from_string("another"), "new_to_old")
-    refuses("maps queries, so the store stays as it is", Mapping, stranger)
+    refuses("maps queries, not stored vectors; .* `xcompat map --direction old_to_new`", Mapping, stranger)
     stranger.config.direction, stranger.maps_galleries = "old_to_new", True
     with pytest.raises(FingerprintMismatchError, match="has vectors of the old model@.*, but the map is for another@"):
         migration.start(store, Mapping(stranger), place.into)

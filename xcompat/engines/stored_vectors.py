@@ -46,6 +46,11 @@ class StoredVectors:
         """Return the names of the two columns."""
         return self.id_column or ID, self.vector or EMBEDDING_COLUMNS[0]
 
+    @property
+    def reading(self) -> Reading:
+        """Return the columns to read. Messages name the option of `xcompat embed`."""
+        return Reading(columns=Columns(self.id_column, self.vector, vector_option="--column"))
+
     def blocks(self, part: Part, wanted: Callable[[Sequence[str]], list[str]], rows: int) -> Iterator[pa.RecordBatch]:
         """Read a part, and raise if a file has changed."""
         import pyarrow as pa
@@ -83,8 +88,8 @@ def read(uri: str, id_column: str | None = None, vector: str | None = None) -> S
     import pyarrow as pa
 
     place = parse_place(uri)
-    require_reading([place], Reading(columns=Columns(id_column, vector)))
     reader = StoredVectors(uri, id_column, vector, _digest_files(place))
+    require_reading([place], reader.reading)
     vectors = _read(reader)
     count, most = len(vectors.rows_ND), sources.PART_ROWS
     parts = [Part(number, uri, first, min(most, count - first)) for number, first in enumerate(range(0, count, most))]
@@ -96,7 +101,7 @@ def read(uri: str, id_column: str | None = None, vector: str | None = None) -> S
 
 @functools.lru_cache(maxsize=1)
 def _read(reader: StoredVectors) -> Vectors:
-    return read_named(parse_place(reader.uri), Reading(columns=Columns(reader.id_column, reader.vector)))
+    return read_named(parse_place(reader.uri), reader.reading)
 
 
 def _digest_files(place: Place) -> str:

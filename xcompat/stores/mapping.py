@@ -42,9 +42,8 @@ class Mapping(VectorSource[Block, Block]):
     def __post_init__(self) -> None:
         if not self.model.maps_galleries:
             raise XcompatError(
-                f"{identity(self.model)} maps queries, so the store stays as it is; search with "
-                "`xcompat gallery search URI … --model RUN`. To migrate, fit a map of the stored vectors with `xcompat map "
-                "--direction old_to_new`, as in docs/tutorials/migrate.md"
+                f"{identity(self.model)} maps queries, not stored vectors; search with `xcompat gallery search URI … --model "
+                "RUN`, or fit a map of stored vectors with `xcompat map --direction old_to_new`, as in docs/tutorials/migrate.md"
             )
         if self.model.metric == "l2":
             raise XcompatError(

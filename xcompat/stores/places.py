@@ -188,7 +188,7 @@ def require_reading(places: Sequence[Place], reading: Reading) -> None:
     """
     if reading.ids is not None and not reading.ids.is_file():
         raise MissingPathError(f"--ids {reading.ids} does not exist; choose a text file with an id per line")
-    for option, name in (("--id-column", reading.columns.id), ("--vector-name", reading.columns.vector)):
+    for option, name in (("--id-column", reading.columns.id), (reading.columns.vector_option, reading.columns.vector)):
         if name is None:
             continue
         known = [each for place in places if isinstance(place, Path) for each in _choosable_names(place)]

@@ -189,7 +189,7 @@ def _vector(value: Any, where: str, columns: Columns) -> NDArray[np.float32] | N
     if isinstance(value, Mapping):
         dense = {name: each for name, each in value.items() if isinstance(each, list | str)}
         if columns.vector not in dense and len(dense) != 1:
-            raise XcompatError(f"{where} has several vectors ({', '.join(dense)}); choose one with --vector-name")
+            raise XcompatError(f"{where} has several vectors ({', '.join(dense)}); choose one with {columns.vector_option}")
         value = dense[columns.vector if columns.vector in dense else next(iter(dense))]
     if value is None or isinstance(value, str):
         return parse_vector(value, where) if value else None

@@ -52,11 +52,13 @@ class Columns(NamedTuple):
         id: column with ids; None for the first of :data:`ID_COLUMNS`.
         vector: column, named vector or array with embeddings; None for the first of :data:`EMBEDDING_COLUMNS`.
         needs_ids: whether rows without an id are an error. Otherwise files without ids are read in row order.
+        vector_option: option of the command that chooses ``vector``, for messages.
     """
 
     id: str | None = None
     vector: str | None = None
     needs_ids: bool = True
+    vector_option: str = "--vector-name"
 
     def find_id(self, names: Sequence[str]) -> str | None:
         """Return the column with ids, if any."""

@@ -158,7 +158,9 @@ def _choose_matrix(path: Path, matrices: list[str], columns: Columns) -> str:
     usual = [name for name in EMBEDDING_COLUMNS if name in matrices]
     if usual or len(matrices) == 1:
         return (usual or matrices)[0]
-    holds = f"holds the matrices {', '.join(matrices)}; choose one with --vector-name" if matrices else "holds no matrix"
+    holds = (
+        f"holds the matrices {', '.join(matrices)}; choose one with {columns.vector_option}" if matrices else "holds no matrix"
+    )
     raise XcompatError(f"{path} {holds}")
 
 

@@ -83,17 +83,17 @@ def read_tables(files: list[Path], columns: Columns) -> tuple[NDArray[np.number]
             cause = str(error).splitlines()[0][:200]
             raise XcompatError(f"cannot read {file} after row {number:,} ({cause}); fix it, or write it again") from error
     if spool is None:
-        raise XcompatError(f"{files[0]} holds no embeddings; {_advise_on_names(files[0])}")
+        raise XcompatError(f"{files[0]} holds no embeddings; {_advise_on_names(files[0], columns)}")
     if ids and len(ids) < rows:
         raise XcompatError(f"only {len(ids):,} of {rows:,} rows from {files[0]} on have an {ID}; give each item an id, or none")
     return spool.map_rows(), ids or None
 
 
-def _advise_on_names(file: Path) -> str:
+def _advise_on_names(file: Path, columns: Columns) -> str:
     """Return the fix for a file without embeddings under the usual names."""
     is_json = file.name.endswith((*DOCUMENTS, *JSON_LINES))
     if is_json and (names := vector_names(file)):
-        return f"choose {' or '.join(names)} with --vector-name"
+        return f"choose {' or '.join(names)} with {columns.vector_option}"
     return f"it needs a row with {ID} and {EMBEDDING} for each item"
 
 
