@@ -325,6 +325,15 @@ def test_info_shows_the_vectors_of_a_database(tmp_path: Path, run_xcompat: Run) 
     assert "--model does not work with vector stores; use `xcompat gallery doctor`" in error
 
 
+def test_a_refused_start_records_no_model(tmp_path: Path, upward: str, run_xcompat: Run) -> None:
+    start = ("migrate", "start", address := _database(tmp_path), "--model", upward, "--from")
+    code, _, error = run_xcompat(*start, "clip-b23")
+    assert code == 2 and "has vectors of clip-b23@" in error and "but the map is for clip-b32@" in error
+    (vectors,) = json.loads(run_xcompat.output("gallery", "info", address, "--json"))["vectors"]
+    assert vectors["model"] is None
+    assert "60 rows written" in run_xcompat.output(*start, "clip-b32")
+
+
 NEW_DIM, OLD_DIM, ITEMS, QUERIES = 12, 8, 80, 5
 ASKED = [f"q{row}" for row in range(QUERIES)]
 NEW_ROWS = unit_vectors(ITEMS, NEW_DIM, 0)

@@ -137,7 +137,7 @@ def start(
 
     def lead(spread: Executor) -> None:
         store = _open(uri, where)
-        commands.name_model(store, from_, held)
+        commands.name_model(store, from_, held, lambda old: source.require_fit(store, dtype, old))
         rate = {"batch": batch, "rows_per_second": rows_per_second}
         given = {"dtype": dtype, "max_bad_share": max_bad_share, "budget": budget}
         commands.start(store, source, into, **rate, **given, spread=spread)

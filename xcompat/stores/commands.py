@@ -115,19 +115,27 @@ def doctor(uri: str, embedder: Embedder, held: SourceField, sample: int) -> dict
     return print_findings([examine_store(xcompat.stores.open(uri), embedder, held, sample)])
 
 
-def name_model(store: Store, name: str | None, held: SourceField | None = None) -> None:
+def name_model(
+    store: Store,
+    name: str | None,
+    held: SourceField | None = None,
+    require_fit: Callable[[Fingerprint], None] | None = None,
+) -> None:
     """Check a sample, then record the model. Record it by name if it cannot be loaded.
 
     Args:
         store: the store.
         name: model name, or None to do nothing.
         held: the vectors' source data.
+        require_fit: check of a model before it is recorded, or None.
 
     Raises:
         XcompatError: another model is recorded, or the sample does not match.
     """
     model = check_model(store, name, held)
     if model is not None and store.spaces()[store.space].fingerprint is None:
+        if require_fit is not None:
+            require_fit(model)
         store.name_model(store.space, model)
 
 
