@@ -21,7 +21,7 @@ from safetensors.numpy import save_file
 from store_places import solve_map, unit_vectors
 from transformers import AutoModel, pipeline
 
-from xcompat import Fingerprint
+from xcompat import Fingerprint, fit_map
 from xcompat.core.arrays import normalise_rows
 from xcompat.encoders import EncoderSource
 from xcompat.integrations.haystack import CompatVectorMapper
@@ -323,6 +323,19 @@ def test_info_shows_the_vectors_of_a_database(tmp_path: Path, run_xcompat: Run) 
     assert "60 items" in out and "unknown" in out
     error = run_xcompat.refusal("gallery", "info", address, "--model", "clip-b32")
     assert "--model does not work with vector stores; use `xcompat gallery doctor`" in error
+
+
+def test_an_index_that_keeps_no_vectors_is_one_line(tmp_path: Path, run_xcompat: Run) -> None:
+    index = faiss.index_factory(DIM, "ITQ8,LSH")
+    index.train(OLD)
+    index.add(OLD)
+    faiss.write_index(index, file := str(tmp_path / "a.faiss"))
+    write_embeds(tmp_path / "new", IDS, image=NEW)
+    _write_ids(tmp_path / "ids.txt")
+    said = "faiss cannot reconstruct the vectors of "
+    sides = ("--old", file, "--new", tmp_path / "new", "--ids", tmp_path / "ids.txt")
+    assert said + file in run_xcompat.refusal("map", *sides, "--out", tmp_path / "map")
+    refuses(said + "Index", fit_map, old=index, new=NEW)
 
 
 def test_a_refused_start_records_no_model(tmp_path: Path, upward: str, run_xcompat: Run) -> None:

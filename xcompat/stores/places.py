@@ -223,7 +223,7 @@ def read_index(path: Path, ids: Path | None) -> Vectors:
     raw = map_faiss(path)
     own = read_own_ids(raw, path)
     index = wrap_index(raw, own.labels_N, path)
-    rows_ND = _spool(index)
+    rows_ND = _spool(index, path)
     if ids is None and own.names_N is None:
         return Vectors(rows_ND)
     names = read_lines(ids) if ids is not None else None
@@ -234,19 +234,23 @@ def read_vectors_of_index(index: faiss.Index) -> NDArray[np.float32]:
     """Reconstruct a faiss index's vectors in memory, in the order of its ids or rows.
 
     Raises:
-        XcompatError: the index is empty.
+        XcompatError: the index is empty, or faiss cannot reconstruct its vectors.
     """
     from xcompat.retrieval.adoption import wrap_index
     from xcompat.retrieval.own_ids import read_own_ids
 
     name = Path(type(index).__name__)  # for messages
-    return _spool(wrap_index(index, read_own_ids(index, name).labels_N, name))
+    return _spool(wrap_index(index, read_own_ids(index, name).labels_N, name), name)
 
 
-def _spool(index: FaissIndex) -> NDArray[np.float32]:
+def _spool(index: FaissIndex, path: Path) -> NDArray[np.float32]:
     spool = Spool(np.float32)
     for start in range(0, index.rows, BLOCK):
-        spool.add(index.vectors(np.arange(start, min(start + BLOCK, index.rows))))
+        try:
+            rows_BD = index.vectors(np.arange(start, min(start + BLOCK, index.rows)))
+        except RuntimeError as error:  # e.g. a transform without an inverse
+            raise XcompatError(f"faiss cannot reconstruct the vectors of {path}; use a file of the vectors, e.g. .npy") from error
+        spool.add(rows_BD)
     return spool.map_rows()
 
 
