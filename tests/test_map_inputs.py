@@ -382,7 +382,10 @@ def test_a_notebook_shows_all_trials(pairs: PairedEmbeddings, labelled: FittedMa
     assert shown.count("<tr>") == shown.count("</tr>") > len(labelled.choice.trials_to_show())
     chosen = labelled.choice.chosen.candidate.kind.replace("learned ", "")
     assert f"{chosen} (chosen)" in unescape(shown) and unescape(shown).endswith(f"{labelled!r}</p>")
-    assert "<table>" not in fit_map(pairs.old_Nd[:30], pairs.new_ND[:30])._repr_html_()
+    report, few = labelled.report, fit_map(pairs.old_Nd[:30], pairs.new_ND[:30])
+    assert report._repr_html_().count("<tr>") == shown.count("<tr>") and "old queries" in repr(report)
+    assert max(map(len, repr(report).splitlines())) <= 100 and json.loads(json.dumps(report))["verdict"] == labelled.is_safe
+    assert "<table>" not in few._repr_html_() and "too few items" in repr(few.report)
 
 
 def test_texts_become_queries_of_the_old_gallery(folder_of: dict[str, str], old_folder: str) -> None:

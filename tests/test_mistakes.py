@@ -141,6 +141,7 @@ MISTAKES = {
     "gallery upgrade nowhere --workers 3": WORKERS,
     "gallery info nowhere": NO_GALLERY,
     "gallery info empty": "empty is not a gallery: it has no gallery.json; make one with `xcompat gallery build`",
+    "gallery info texts.txt": "texts.txt is a file, not a gallery; make a gallery of a faiss index with `xcompat gallery adopt`",
     "gallery verify nowhere": NO_GALLERY,
     "gallery doctor nowhere": "name the images or texts of the gallery with --images or --texts",
     "gallery doctor nowhere --images empty": NO_GALLERY,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from difflib import get_close_matches
 from typing import Any
 
 import typer
@@ -168,11 +169,12 @@ class Verbs(TyperGroup):
         return super().make_context(*arguments, **settings)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:  # noqa: ANN401 - typer's own context
-        """Suggest the groups of a command that is typed without its group. Typer suggests similar names."""
-        name = "" if args[0] in self.commands else args[0]
-        groups = [each for each, inner in self.commands.items() if isinstance(inner, TyperGroup) and name in inner.commands]
-        if groups:
-            ctx.fail(f"No such command {name!r}. Did you mean {' or '.join(f'`{group} {name}`' for group in groups)}?")
+        """Suggest the groups of a command that is typed without its group. Typer suggests similar names without groups."""
+        groups = {name: inner.commands for name, inner in self.commands.items() if isinstance(inner, TyperGroup)}
+        verbs = [verb for inner in groups.values() for verb in inner]
+        if not get_close_matches(args[0], self.commands) and (close := get_close_matches(args[0], verbs, n=1)):
+            suited = (f"`{group} {close[0]}`" for group, inner in groups.items() if close[0] in inner)
+            ctx.fail(f"No such command {args[0]!r}. Did you mean {' or '.join(suited)}?")
         return super().resolve_command(ctx, args)
 
     def list_commands(self, ctx: typer.Context) -> list[str]:  # type: ignore[override]  # typer's own context

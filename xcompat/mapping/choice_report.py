@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import asdict
 from html import escape
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from typing_extensions import override
 
 from xcompat.core.errors import XcompatError
 from xcompat.core.metric_names import metric_name
@@ -81,13 +84,41 @@ def _as_html(text: object) -> str:
     return escape(str(text)).replace("\n", "<br>")
 
 
-def print_choice(choice: Choice) -> None:
+def print_choice(choice: Choice, to: Console = console) -> None:
     """Print the tables of a choice."""
-    console.print(choice_title(choice))
+    to.print(choice_title(choice))
     for table in choice_tables(choice):
-        console.print()
-        console.print(table)
-    console.print()
+        to.print()
+        to.print(table)
+    to.print()
+
+
+class MapReport(dict[str, Any]):
+    """Measurements of a map, as in ``report.json`` of `xcompat map`. Printed, and in notebooks, they are tables and sentences.
+
+    Args:
+        choice: the trials; None if there were too few items, for an empty report.
+    """
+
+    def __init__(self, choice: Choice | None) -> None:
+        super().__init__(as_json(choice) | {"verdict": choice.is_safe} if choice is not None else {})
+        self._choice = choice
+
+    @override
+    def __repr__(self) -> str:
+        if self._choice is None:
+            return "MapReport(): too few items for a validation split"
+        shown = StringIO()
+        paper = Console(file=shown, width=100, highlight=False, markup=False)
+        print_choice(self._choice, paper)
+        for sentence in describe_choice(self._choice):
+            paper.print(sentence)
+        return shown.getvalue()
+
+    def _repr_html_(self) -> str:
+        if self._choice is None:
+            return escape(repr(self))
+        return choice_html(self._choice) + "".join(f"<p>{_as_html(sentence)}</p>" for sentence in describe_choice(self._choice))
 
 
 def describe_choice(choice: Choice) -> list[str]:

@@ -20,7 +20,7 @@ from xcompat.core.progress import notice
 from xcompat.encoders import is_loadable
 from xcompat.mapping.agreement import choose_by_labels_or_agreement
 from xcompat.mapping.candidates import GUESS, LINES, CandidateParts, Paired, fit
-from xcompat.mapping.choice_report import as_json, choice_html, describe_choice
+from xcompat.mapping.choice_report import MapReport, choice_html, describe_choice
 from xcompat.mapping.cleaning import drop_wrong_pairs
 from xcompat.mapping.commands import require_dim
 from xcompat.mapping.domain import describe_shift, measure_known_share, read_gallery_vectors
@@ -60,9 +60,9 @@ class FittedMap:
         return self.choice is not None and self.choice.is_safe
 
     @property
-    def report(self) -> dict[str, Any]:
+    def report(self) -> MapReport:
         """All measurements, as in ``report.json`` of `xcompat map`; empty if there were too few items."""
-        return as_json(self.choice) | {"verdict": self.is_safe} if self.choice is not None else {}
+        return MapReport(self.choice)
 
     def to_space(self, embeds: ArrayLike | Tensor) -> NDArray[np.float32]:
         """Map embeddings of the new model to the old space.

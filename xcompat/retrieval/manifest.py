@@ -283,6 +283,8 @@ def forget_earlier(folder: Path, generation: int) -> None:
 def _missing(folder: Path, generation: int | None) -> XcompatError:
     if not folder.exists():
         return MissingPathError(f"the gallery {folder} does not exist; {nearest_path(folder)}")
+    if folder.is_file():
+        return XcompatError(f"{folder} is a file, not a gallery; make a gallery of a faiss index with `xcompat gallery adopt`")
     if generation is None:
         return XcompatError(f"{folder} is not a gallery: it has no {CURRENT}; make one with `xcompat gallery build`")
     return GenerationGoneError(f"{folder} has no generation {generation}; it keeps {known_generations(folder)}")

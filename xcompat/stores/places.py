@@ -119,7 +119,7 @@ def read_place(place: Place, reading: Reading = READ_AS_IT_IS) -> Vectors:
     vectors = read_vectors(place, reading.columns._replace(needs_ids=needs_ids))
     if reading.ids is None:
         return vectors
-    if vectors.ids is not None:
+    if vectors.ids is not None and list(vectors.ids) != list(map(str, range(len(vectors.ids)))):  # not only row numbers
         raise XcompatError(f"{place} has ids of its own; remove --ids")
     ids = read_lines(reading.ids)
     if len(ids) != len(vectors.rows_ND):
