@@ -153,6 +153,7 @@ MISTAKES = {
     "migrate plan foo://x --model a/b --texts body": "--texts and --images check a sample of the stored vectors",
     "migrate plan postgresql://h/d?table=x --model ./nowhere": NO_MODEL,
     "migrate plan postgresql://h/d?table=x --model enc": NOT_OURS,
+    "migrate verify sqlite:///x.db?table=x --model enc": f"{NOT_OURS}, or name the field to re-embed with --embed, as in",
     "migrate start foo://x --model a/b": NO_STORE,
     "migrate start foo://x --model a/b --workers 2": WORKERS,
     "migrate verify foo://x": NAME_IT,

@@ -364,7 +364,7 @@ def test_commands_migrate_a_part(postgres: str, database: Any, vectors: np.ndarr
         ("plan", first, f"switch locks the table while it writes the new vectors of {N} rows into embedding"),
         ("start", [*first, "--batch", "7"], f"{N} rows written"),
         ("start", named, "rows written"),
-        ("status", [], f"embedding → embedding_new where {DOCS}: filling, {N} rows written, 0 lack"),
+        ("status", [], f"embedding → embedding_new where {DOCS}: filled, {N} rows written, 0 lack"),
         ("verify", named, "ready; run `xcompat migrate switch`"),
         ("switch", named, "has the new vectors"),
         ("rollback", [], "has the old vectors again"),

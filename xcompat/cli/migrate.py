@@ -313,7 +313,7 @@ def _require(
     if service.function is not None:
         return
     if embed is None:
-        require_xcompat_model(model)
+        require_xcompat_model(model, instead=", or name the field to re-embed with --embed, as in `migrate start`")
     else:
         require_model(model)
 

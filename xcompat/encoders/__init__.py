@@ -152,15 +152,19 @@ def is_loadable(name: str) -> bool:
         return False
 
 
-def require_xcompat_model(source: EncoderSource | str) -> EncoderSource:
+def require_xcompat_model(source: EncoderSource | str, instead: str = "") -> EncoderSource:
     """Return an xcompat model's source. Hub names pass.
+
+    Args:
+        source: the model, or its name.
+        instead: further fix for the message.
 
     Raises:
         XcompatError: the folder contains no xcompat model.
     """
     source = require_model(source)
     if Path(source.name).is_dir() and not is_xcompat_model(Path(source.name)):
-        raise XcompatError(f"{source.name} {NOT_XCOMPAT}")
+        raise XcompatError(f"{source.name} {NOT_XCOMPAT}{instead}")
     return source
 
 

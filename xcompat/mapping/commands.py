@@ -36,7 +36,7 @@ from xcompat.models.embedder import Embedder, load_embedder
 from xcompat.stores.places import Place, describe_stored_model
 from xcompat.vectors.codecs import require_codec
 
-_REFUSED = "No map was written: {reason}. Add items, classes or captions, or write the best candidate with --allow-worse."
+_REFUSED = "No map was written: {reason}. Add {missing}, or write the best candidate with --allow-worse."
 _IMAGES_ONLY = "! All pairs are images: text queries are not tested, and can find less than the old model's."
 _NEEDS_STRONG_EVIDENCE = (
     "without classes (--labels) or --old-model, a map needs strong evidence: its queries must find "
@@ -123,7 +123,7 @@ def map_embeddings(asked: MapRequest) -> bool:
     _say(decided)
     old_query_ms = _measure_old_query(decided.candidate, old)
     if not (decided.is_safe or asked.allow_worse):
-        _print_refusal(asked, decided)
+        _print_refusal(asked, decided, both)
         return False
     replacing = owned_path(out, MADE_BY, asked.overwrite, asked.existing_inputs, asked.inputs)
     with stage("fit the chosen map on all pairs", seconds), replacing as temporary:
@@ -169,10 +169,13 @@ def _print_result(asked: MapRequest, decided: _Decision) -> None:
         console.print(f"Next: {following}", soft_wrap=True)
 
 
-def _print_refusal(asked: MapRequest, decided: _Decision) -> None:
-    is_unlabelled = decided.choice is not None and decided.choice.of_agreement
+def _print_refusal(asked: MapRequest, decided: _Decision, both: bool) -> None:
+    is_unlabelled = decided.choice is None or decided.choice.of_agreement
+    missing = ["items", *(["classes", "captions"] if is_unlabelled else []), *([] if both else ["the old model (--old-model)"])]
     kept = f" The embeddings stay in {literal(_cache_folder(asked))} for the next run." if asked.texts is not None else ""
-    console.print(_REFUSED.format(reason=_NO_EVIDENCE if is_unlabelled else _WORSE) + kept, soft_wrap=True)
+    reason = _NO_EVIDENCE if decided.choice is not None and is_unlabelled else _WORSE
+    said = _REFUSED.format(reason=reason, missing=" or ".join(filter(None, (", ".join(missing[:-1]), missing[-1]))))
+    console.print(said + kept, soft_wrap=True)
 
 
 def _compare_with_gallery(found: TextPairs, gallery: Path | None, remembers: bool) -> TextPairs:

@@ -266,7 +266,7 @@ def start(store: Store, mapping: AnyVectorSource, into: str | None, **options: A
         return
     console.print(
         f"[green]✓[/] filled {literal(done.into)} in {literal(store.uri)}: {done.written:,} rows written; "
-        "run `xcompat migrate verify`, then `switch`",
+        "run `xcompat migrate verify` with the same options, then `switch`",
         soft_wrap=True,
     )
     _print_skipped(done.skipped, done.named)
@@ -278,7 +278,8 @@ def status(store: Store) -> dict[str, Any]:
     found, lacking = migration.status(store)
     done = f"{found.written:,} rows written, {lacking:,} lack a new vector"
     where = f" where {found.where}" if found.where is not None else ""
-    console.print(f"{literal(found.space)} → {literal(found.into)}{literal(where)}: {found.state}, {done}", soft_wrap=True)
+    state = found.state if lacking or found.state != "filling" else "filled"
+    console.print(f"{literal(found.space)} → {literal(found.into)}{literal(where)}: {state}, {done}", soft_wrap=True)
     _print_skipped(found.skipped, found.named)
     return {"uri": str(store.uri), **found.model_dump(exclude={"sketch", "after"}), "missing": lacking}
 
