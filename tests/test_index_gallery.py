@@ -166,7 +166,7 @@ def test_vectors_of_an_index_are_migrated(shop: Path, folder_of: dict[str, str],
     lancedb.connect(shop / "database").create_table("items", pa.table(columns))
     uri = f"lancedb://{shop}/database?table=items"
     plan = ("migrate", "plan", uri, "--from", "own", "--model")
-    assert "fit a map of the stored vectors with `xcompat map --direction old_to_new`" in run_xcompat.refusal(*plan, "runs/map")
+    assert "fit a map of stored vectors with `xcompat map --direction old_to_new`" in run_xcompat.refusal(*plan, "runs/map")
     mapping = ("map", "--old", "own.faiss", "--ids", "ids.txt", "--new", folder_of["clip"], "--images", "photos", "--allow-worse")
     assert "different --direction" in run_xcompat.refusal(*mapping, "--direction", "old_to_new")
     out = run_xcompat.output(*mapping, "--direction", "old_to_new", "--out", "runs/forward")
