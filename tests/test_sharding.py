@@ -124,6 +124,7 @@ def _sharded_parts(rank: int, encoder: str, store: str, out: str) -> None:
         backward_in_mini_batches(_Fsdp(), scale, _batch(scale), 2)  # type: ignore[arg-type]
     if rank == 0:
         torch.save((loss, whole), out)
+    dist.barrier()  # the refused part leaves gathered weights behind, which the other process may still send
     dist.destroy_process_group()
 
 
