@@ -19,20 +19,16 @@ from itertools import permutations, product
 
 import numpy as np
 import torch
-from lines import OUT, SHARED
+from lines import QUERIES, Floats, load_photos
 from numpy.typing import NDArray
 from rich.console import Console
 
-from xcompat.core.arrays import normalise_rows
 from xcompat.core.fingerprint import Fingerprint
-from xcompat.data import LabelledSource, load_labelled
 from xcompat.evaluation import PairedDifference, paired_bootstrap, ranking_per_query
 from xcompat.mapping import PairedEmbeddings
 from xcompat.mapping.agreement import choose_by_agreement
 from xcompat.mapping.candidates import CandidateParts, fit
 from xcompat.models import describe_old
-from xcompat.models.embedder import load_embedder
-from xcompat.training.caches import cached_images
 
 SETS = {
     "photos": "data/tiny-imagenet/train-0002.tar.gz",
@@ -46,8 +42,7 @@ MODELS = (
     "mobilenet_v1_1.0_224",
     "mobilenet_v2_1.0_224",
 )
-IMAGES, QUERIES, PAIRS = 4000, 1000, 3000
-Floats = NDArray[np.float32]
+PAIRS = 3000
 
 console = Console(soft_wrap=True, markup=False, highlight=False)
 
@@ -65,16 +60,6 @@ class Outcome:
     is_better: bool
     passes: bool
     gains: tuple[PairedDifference, ...]
-
-
-def embed(place: str) -> tuple[dict[str, Floats], NDArray[np.str_]]:
-    """Return normalised embeddings of images by each model, and the images' classes."""
-    images = load_labelled(LabelledSource(path=str(SHARED / place), limit=IMAGES))
-    embedded = {}
-    for name in MODELS:
-        vectors = cached_images(load_embedder(str(SHARED / "models" / name)), images.dataset, OUT / "cache")
-        embedded[name] = normalise_rows(np.array(vectors[:], np.float32))
-    return embedded, np.array(images.class_names())
 
 
 def score(queries_QD: Floats, gallery_GD: Floats, labels_Q: NDArray[np.str_], labels_G: NDArray[np.str_]) -> list[Floats]:
@@ -120,7 +105,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=1, help="Number of seeds.")
     options, started, tables = parser.parse_args(), time.monotonic(), {}
     for name, place in SETS.items():
-        embedded, labels_N = embed(place)
+        embedded, labels_N = load_photos(MODELS, place)
         tables[name] = []
         for old, new in permutations(embedded, 2):
             for seed in range(options.seeds):

@@ -253,9 +253,11 @@ def run_texts(seeds: int, maps: Maps = SOLVERS) -> None:
         show(f"Texts, {f'{count} documents to learn from' if count else 'all documents to learn from'}", of_count, "nDCG@10")
 
 
-def load_photos(names: Sequence[str]) -> tuple[dict[str, Floats], NDArray[np.str_]]:
+def load_photos(
+    names: Sequence[str], place: str = "data/tiny-imagenet/train-0002.tar.gz"
+) -> tuple[dict[str, Floats], NDArray[np.str_]]:
     """Return normalised embeddings of photos by some models, and the photos' classes."""
-    images = load_labelled(LabelledSource(path=str(SHARED / "data/tiny-imagenet/train-0002.tar.gz"), limit=PHOTOS))
+    images = load_labelled(LabelledSource(path=str(SHARED / place), limit=PHOTOS))
     embedded = {}
     for name in names:
         own = name if name == FINE_TUNED else SHARED / "models" / name
