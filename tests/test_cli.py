@@ -635,7 +635,8 @@ def test_nothing_to_continue_after_ctrl_c(command: tuple[str, ...], run: Run) ->
 
 
 def test_a_command_without_its_group_is_suggested(run: Run) -> None:
-    for name, suggested in (("search", "`gallery search`"), ("rollback", "`gallery rollback` or `migrate rollback`")):
+    both = "`gallery rollback` or `migrate rollback`"
+    for name, suggested in (("search", "`gallery search`"), ("serach", "`gallery search`"), ("rollback", both)):
         code, _, error = run(name, "x")
         assert code == 2 and f"No such command '{name}'. Did you mean {suggested}?" in error
 

@@ -580,4 +580,5 @@ def test_a_refusal_is_said_once_in_the_last_line(tmp_path: Path) -> None:
     done = run_map(old, write(tmp_path / "new", pairs.new_ND), tmp_path / "out")[0]
     before, last = done.output.rstrip().rsplit("\n", 1)
     assert done.exit_code == 1 and last.startswith("No map was written: no candidate is surely at or above old queries.")
+    assert "Add items or the old model (--old-model), or write the best candidate with --allow-worse" in last
     assert "surely" not in before and re.search(r"may find less than old queries: \d+ of 12 intervals reach", before)

@@ -501,6 +501,14 @@ def test_items_may_lack_embeddings_but_not_ids(tmp_path: Path) -> None:
     assert found.ids == [*NAMES, "f"] and np.isnan(found.rows_ND[5]).all() and np.isfinite(found.rows_ND[:5]).all()
 
 
+def test_a_file_of_ids_replaces_row_numbers(tmp_path: Path) -> None:
+    answers = [{"object": "embedding", "index": row, "embedding": [1.0, row]} for row in range(3)]
+    (tmp_path / "answer.json").write_text(json.dumps({"object": "list", "data": answers}), encoding="utf-8")
+    (tmp_path / "ids.txt").write_text("a\nb\nc\n", encoding="utf-8")
+    assert list(read_place(tmp_path / "answer.json", Reading()).ids or ()) == ["0", "1", "2"]
+    assert list(read_place(tmp_path / "answer.json", Reading(tmp_path / "ids.txt")).ids or ()) == ["a", "b", "c"]
+
+
 def test_other_ids_and_misspelt_names_are_refused(tmp_path: Path) -> None:
     for name in FORMATS:
         (tmp_path / name).mkdir()
