@@ -103,7 +103,7 @@ def train(
 ) -> None:
     """Train and evaluate the stages of a recipe. Finished stages are skipped.
 
-    Exit code 1 if a map may find less than the old model's queries. Set allow_worse to accept such maps.
+    Exit code 1 if a stage without a method chose a map that may find less than old queries. Set allow_worse to accept it.
     """
     from xcompat.training.preflight import load_checked
 

@@ -6,6 +6,7 @@ import secrets
 import socket
 import webbrowser
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, TypeVar
@@ -57,7 +58,8 @@ def serve(site: Site, options: Options) -> None:
     console.print(f"[green]✓[/] {literal(site.title)}: {address}  [dim](Ctrl-C ends it)[/]", soft_wrap=True)
     if options.browser:
         webbrowser.open(address)
-    make_server(make_app(site, options)).run(sockets)
+    with suppress(KeyboardInterrupt):  # the server closes its connections first, then raises it
+        make_server(make_app(site, options)).run(sockets)
 
 
 def listen(options: Options) -> socket.socket:
