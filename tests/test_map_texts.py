@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -15,6 +16,7 @@ import pytest
 import torch
 import warm
 from conftest import invoke, refusing, store, write_embeds
+from safetensors.torch import load_file, save_file
 from test_index_gallery import write_index
 from test_map import normalised
 from test_map_vectors import json_lines, made, parquet
@@ -26,7 +28,7 @@ from xcompat.cli import app
 from xcompat.embeddings.provider import ATTEMPTS, Provider, load_function
 from xcompat.evaluation import PairedDifference
 from xcompat.heads import slerp
-from xcompat.mapping import PairedEmbeddings, agreement, request
+from xcompat.mapping import PairedEmbeddings, agreement, fit_map, request
 from xcompat.mapping.agreement import PROTOCOL, HeldOutItems, choose_by_agreement
 from xcompat.mapping.candidates import LINES, Candidate, CandidateParts
 from xcompat.mapping.choice_report import as_json, describe_choice
@@ -134,6 +136,30 @@ def test_both_sides_may_be_models(folder_of: dict[str, str], tmp_path: Path) -> 
     for option in ("--old-model", "--new-model"):
         with pytest.raises(XcompatError, match="is already a model; remove --"):
             mapped(*command, "--overwrite", option, new)
+
+
+def test_a_gallery_names_its_model_for_half_way_queries(folder_of: dict[str, str], tmp_path: Path) -> None:
+    old, new, texts = str(tmp_path / "old"), folder_of["clip"], written(tmp_path)
+    shutil.copytree(folder_of["siglip"], old)
+    gallery = store(Gallery.create(tmp_path / "gallery", load_embedder(old)), embedded(old), IDS).path
+    report = mapped("--old", gallery, "--new", new, "--texts", texts, "--out", tmp_path / "map")
+    assert f"old model: {old}, as {gallery} records" in report["output"]
+    named = mapped("--old", gallery, "--new", new, "--texts", texts, "--out", tmp_path / "named", "--old-model", old)
+    assert report["model"]["old_share"] == 0.5 and (report["model"], report["old"]) == (named["model"], named["old"])
+    found = fit_map(gallery, embedded(new), new_model=new)
+    assert found.model.config.old["fingerprint"] == report["old"]["fingerprint"]
+    write_changed_weights(old)
+    changed = mapped("--old", gallery, "--new", new, "--texts", texts, "--out", tmp_path / "changed")
+    assert f"{old} has changed since it made {gallery}" in changed["output"] and changed["model"]["old_share"] == 0
+    shutil.rmtree(old)
+    gone = mapped("--old", gallery, "--new", new, "--texts", texts, "--out", tmp_path / "gone")
+    assert "old model:" not in gone["output"] and gone["old"]["fingerprint"] == report["old"]["fingerprint"]
+
+
+def write_changed_weights(folder: str) -> None:
+    (file,) = Path(folder).glob("*.safetensors")
+    weights = load_file(file)
+    save_file({name: tensor + 0.01 if tensor.is_floating_point() else tensor for name, tensor in weights.items()}, file)
 
 
 def test_texts_are_not_joined_by_an_id_that_several_vectors_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

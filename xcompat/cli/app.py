@@ -178,7 +178,7 @@ OldSide = Annotated[
 ]
 NamedOldModel = Annotated[
     str | None,
-    typer.Option(help="Old model, or the recorded name in the gallery. Default: the name recorded in --old, else the file name."),
+    typer.Option(help="Old model, or its recorded name in the gallery. Default: the model recorded in --old, or the file name."),
 ]
 TriedMemory = Annotated[
     MemoryParts,

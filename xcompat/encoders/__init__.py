@@ -141,7 +141,12 @@ def is_loadable(name: str) -> bool:
         >>> is_loadable("openai/clip-vit-base-patch32"), is_loadable("clip-b32")
         (True, False)
     """
-    if "/" in name or Path(name).exists():
+    return "/" in name or is_downloaded(name)
+
+
+def is_downloaded(name: str) -> bool:
+    """Return whether the name is an existing path, or a model in the Hub cache."""
+    if Path(name).exists():
         return True
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError

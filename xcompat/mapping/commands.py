@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -10,11 +9,9 @@ from typing import Any, NamedTuple
 
 from xcompat.core.errors import NoValidationDataError, XcompatError
 from xcompat.core.files import write_json
-from xcompat.core.fingerprint import Fingerprint
 from xcompat.core.ownership import owned_path
 from xcompat.core.progress import console, literal, notice, silence_libraries, stage
 from xcompat.core.provenance import provenance
-from xcompat.encoders import is_loadable
 from xcompat.mapping.agreement import choose_by_labels_or_agreement
 from xcompat.mapping.candidates import GUESS, LINES, Candidate, CandidateParts, Paired, Solver, fit
 from xcompat.mapping.choice_report import as_json, describe_choice, print_choice
@@ -24,16 +21,15 @@ from xcompat.mapping.domain import describe_shift, measure_known_share, read_gal
 from xcompat.mapping.folds import Searched
 from xcompat.mapping.from_texts import TextPairs, pairs_of_texts, read_stored_sides
 from xcompat.mapping.imported_maps import IMPORTED, ImportedMap, read_imported
+from xcompat.mapping.old_models import describe_old_side, load_old_model, name_old_model, require_dim
 from xcompat.mapping.paired import PairedEmbeddings, load_paired
 from xcompat.mapping.query_cost import describe_old_query_ms, measure_query_ms
 from xcompat.mapping.request import MADE_BY, MapRequest
 from xcompat.mapping.selection import MUCH_MORE, Choice
 from xcompat.mapping.sentences import Texts
-from xcompat.mapping.sides import holds_embeddings
 from xcompat.models import CompatModel
-from xcompat.models.config import describe_old
 from xcompat.models.embedder import Embedder, load_embedder
-from xcompat.stores.places import Place, describe_stored_model
+from xcompat.stores.places import Place
 from xcompat.vectors.codecs import require_codec
 
 _REFUSED = "No map was written: {reason}. Add {missing}, or write the best candidate with --allow-worse."
@@ -104,13 +100,13 @@ def map_embeddings(asked: MapRequest) -> bool:
     """
     silence_libraries()
     out, texts, remembering = asked.out, asked.texts, MemorySettings(asked.memory_codec, asked.remember_items)
-    old_name = _name_of_old(asked)
+    old_name = name_old_model(asked)
     seconds: dict[str, float] = {}
     with stage("read" if texts is None else "embed", seconds):
         paired, old = _read_pairs(asked, remembering)
         found, dropped = _drop_wrong_pairs(_compare_with_gallery(paired, asked.gallery, asked.remember_items), asked.seed)
     pairs, new = found.pairs, _new_model(asked.new_model, found)
-    described = old.describe_old() if old is not None else _describe_old(old_name, asked.old, pairs.dims[1])
+    described = old.describe_old() if old is not None else describe_old_side(old_name, asked.old, pairs.dims[1])
     encoder = new.describe_encoder() if new is not None else None
     theirs = read_imported(asked.start, pairs, described, encoder) if asked.start is not None else None
     if asked.direction == "old_to_new":
@@ -240,17 +236,24 @@ def _read_pairs(asked: MapRequest, remembering: MemorySettings) -> tuple[TextPai
         has_classes = isinstance(pairs, PairedEmbeddings) and pairs.labels_N is not None
         remembering.require(has_classes or not isinstance(pairs, PairedEmbeddings))
         _require_classes(asked.searched, has_classes)
-        return TextPairs(pairs, None, None), _old_model(asked.old_model, pairs.dims[1], pairs.dims[0])
+        return TextPairs(pairs, None, None), load_old_model(asked.old_model, _place_of_old_model(asked), *reversed(pairs.dims))
     sides = read_stored_sides(asked.old, asked.new, asked.texts, asked.max_bad_share, asked.reading)
     has_classes = sides.labels is not None
     remembering.require(has_classes)
     _require_classes(asked.searched, has_classes)
-    old = _old_model(asked.old_model, sides.old.embeds_ND.shape[1]) if sides.old is not None else None
+    place = _place_of_old_model(asked)
+    old = load_old_model(asked.old_model, place, sides.old.embeds_ND.shape[1]) if sides.old is not None else None
     if not (has_classes or old is not None or sides.old is None or asked.allow_worse):
         notice(_NEEDS_STRONG_EVIDENCE)
     read = asked.max_bad_share, asked.reading, asked.direction, asked.n_sampled, asked.seed
     found = pairs_of_texts(asked.old, asked.new, asked.texts, _cache_folder(asked), *read, sides)
     return found, found.old or old
+
+
+def _place_of_old_model(asked: MapRequest) -> Place | None:
+    """Return the old side if a model of queries could be mixed with the model that it records."""
+    has_new = asked.new_model is not None or (asked.texts is not None and asked.texts.embed_with is None)
+    return asked.old if has_new and asked.direction == "new_to_old" else None
 
 
 def _cache_folder(asked: MapRequest) -> Path:
@@ -266,55 +269,12 @@ def _drop_wrong_pairs(found: TextPairs, seed: int) -> tuple[TextPairs, int]:
     return replace(found, pairs=right.pairs, texts=texts), right.dropped
 
 
-def _old_model(name: str | None, dim: int, other_dim: int | None = None) -> Embedder | None:
-    """Return the gallery's model; None if only its name is known. The dimensions are those of the old and the new side."""
-    if name is None or not is_loadable(name):
-        return None
-    old = load_embedder(name)
-    require_dim(old, dim, "--old-model", other_dim)
-    return old
-
-
-def _name_of_old(asked: MapRequest) -> str | None:
-    """Return the name that identifies the old model, with a notice; None if the model or a gallery identifies it."""
-    name, path = asked.old_model, asked.old
-    if asked.texts is not None and not holds_embeddings(path):
-        return None
-    if is_loadable(name) if name is not None else describe_stored_model(path) is not None:
-        return None
-    if name is None:
-        notice(
-            f"the old model is named {path.stem!r} after {path}, and other models could get the same name: set --old-model to "
-            "the model, or to the model's name in galleries"
-        )
-        return path.stem
-    notice(
-        f"--old-model {name} is only a name: the map works with galleries that use this name for their model. For a gallery "
-        f"built by the model itself, set the model (folder, or full name on the Hub), or run `xcompat gallery alias GALLERY "
-        f"{shlex.quote(name)}` later"
-    )
-    return name
-
-
-def _describe_old(name: str | None, path: Place, dim: int) -> dict[str, object]:
-    """Describe the old model by its name, as in galleries with an adopted index, or by the record of a gallery or database."""
-    known = describe_stored_model(path) if name is None else None
-    return known or describe_old(Fingerprint.from_string(name or path.stem), dim)
-
-
 def _new_model(name: str | None, found: TextPairs) -> Embedder | None:
     """Return the model of the queries; None if queries are embeddings."""
     new = load_embedder(name) if name is not None else found.new
     if new is not None:
         require_dim(new, found.pairs.dims[0], "--new-model", found.pairs.dims[1])
     return new
-
-
-def require_dim(model: Embedder, dim: int, option: str, other_dim: int | None = None) -> None:
-    """Raise if a model's dimension differs from the given embeddings' dimension; ``other_dim`` is that of the other side."""
-    if model.dim != dim:
-        swapped = "; --old and --new look swapped" if model.dim == other_dim else ""
-        raise XcompatError(f"{option} {model.name} has {model.dim} dimensions, but the given embeddings have {dim}{swapped}")
 
 
 def _document(decided: _Decision, pairs: Paired, model: CompatModel, theirs: ImportedMap | None) -> dict[str, Any]:

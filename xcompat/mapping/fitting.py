@@ -15,27 +15,24 @@ from torch import Tensor
 
 from xcompat.core.arrays import normalise_rows
 from xcompat.core.errors import NoValidationDataError, XcompatError
-from xcompat.core.fingerprint import Fingerprint
 from xcompat.core.progress import notice
-from xcompat.encoders import is_loadable
 from xcompat.mapping.agreement import choose_by_labels_or_agreement
 from xcompat.mapping.candidates import GUESS, LINES, CandidateParts, Paired, fit
 from xcompat.mapping.choice_report import MapReport, choice_html, describe_choice
 from xcompat.mapping.cleaning import drop_wrong_pairs
-from xcompat.mapping.commands import require_dim
 from xcompat.mapping.domain import describe_shift, measure_known_share, read_gallery_vectors
 from xcompat.mapping.item_labels import read_item_labels
+from xcompat.mapping.old_models import describe_old_side, load_old_model, require_dim
 from xcompat.mapping.paired import PairedEmbeddings, load_paired
 from xcompat.mapping.selection import Choice
 from xcompat.mapping.sentences import Texts
 from xcompat.mapping.sides import read_sides
 from xcompat.models import CompatModel
-from xcompat.models.config import describe_old
 from xcompat.models.embedder import Embedder, load_embedder
 from xcompat.retrieval import Gallery
 from xcompat.retrieval.text_embedder import TextEmbedder
 from xcompat.retrieval.versions import as_float32
-from xcompat.stores.places import Place, Reading, describe_stored_model, parse_place, read_vectors_of_index
+from xcompat.stores.places import Place, Reading, parse_place, read_vectors_of_index
 
 Embeddings: TypeAlias = ArrayLike | Tensor | str | Path | Gallery | Any
 """Embeddings in memory, a faiss index, a gallery, or their path or address."""
@@ -138,7 +135,7 @@ def fit_map(
             ``labels.txt`` files by default.
         texts: N texts for validation by sentences, which needs ``new_model``.
         old_model: folder or Hub name of the old model, to mix in old queries if no map alone is safe. Or the name recorded for
-            the old model in galleries.
+            the old model in galleries. Default: the model that ``old`` records, if it is on this machine.
         new_model: new model, to embed texts as queries.
         seed: random seed for the validation split.
         gallery: stored embeddings or their path, to print a warning if the pairs are unlike the gallery.
@@ -160,9 +157,10 @@ def fit_map(
     if texts is not None and right.rows_R is not None:
         texts = [texts[row] for row in right.rows_R.tolist()]
     pairs = right.pairs
-    asking = None if new_model is None else _load_side(new_model, pairs.dims[0], "new_model")
-    embedder = _load_side(old_model, pairs.dims[1], "old_model") if old_model is not None and is_loadable(old_model) else None
-    described = embedder.describe_old() if embedder is not None else _describe_by_name(old, old_model, pairs.dims[1])
+    asking = _load_new_model(new_model, pairs.dims[0])
+    place = _path_of(old)
+    embedder = load_old_model(old_model, place if asking is not None else None, pairs.dims[1])
+    described = embedder.describe_old() if embedder is not None else describe_old_side(old_model, place, pairs.dims[1])
     both = asking is not None and embedder is not None
     said = Texts(texts, asking) if texts is not None and asking is not None else None
     try:
@@ -193,14 +191,6 @@ def _compare_with_gallery(pairs: Paired, gallery: ArrayLike | Tensor | str | Pat
     return replace(pairs, n_stored=n_stored, known_share=known_share)
 
 
-def _describe_by_name(old: object, name: str | None, dim: int) -> dict[str, object]:
-    """Describe the old model by its name, by the gallery's model, or by the name of the file as in `xcompat map`."""
-    path = _path_of(old)
-    if name is None and path is not None and (known := describe_stored_model(path)) is not None:
-        return known
-    return describe_old(Fingerprint.from_string(name or (path.stem if path is not None else "old")), dim)
-
-
 def _path_of(side: object) -> Place | None:
     return side.path if isinstance(side, Gallery) else parse_place(str(side)) if isinstance(side, str | Path) else None
 
@@ -220,10 +210,12 @@ def _read_rows(side: Any) -> NDArray[np.float32]:  # noqa: ANN401 - see fit_map
     return as_float32(side)
 
 
-def _load_side(model: str, dim: int, argument: str) -> Embedder:
-    embedder = load_embedder(model)
-    require_dim(embedder, dim, argument)
-    return embedder
+def _load_new_model(name: str | None, dim: int) -> Embedder | None:
+    if name is None:
+        return None
+    model = load_embedder(name)
+    require_dim(model, dim, "new_model")
+    return model
 
 
 def _pairs(

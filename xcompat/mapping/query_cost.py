@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 
 from PIL import Image
@@ -15,13 +14,13 @@ _TEXT, _PIXELS = "opening hours and prices", 224
 
 
 def measure_query_ms(model: Embedder) -> float:
-    """Return the median milliseconds to embed a short text, or an image if the model embeds no texts."""
+    """Return the milliseconds to embed a short text, or an image if the model embeds no texts."""
     asking = model.for_queries()
     return _measure_ms(asking, 1, of_images=not asking.processor.max_length)
 
 
 def _measure_ms(model: Embedder, count: int, of_images: bool) -> float:
-    """Return the median milliseconds to embed a batch of equal texts or images."""
+    """Return the milliseconds to embed a batch of equal texts or images: the least, as others can include waits."""
     processor, seconds = model.processor, []
     for _ in range(1 + MEASURED):
         started = time.perf_counter()
@@ -30,7 +29,7 @@ def _measure_ms(model: Embedder, count: int, of_images: bool) -> float:
         else:
             model.embed(processor.texts([_TEXT] * count))
         seconds.append(time.perf_counter() - started)
-    return 1000 * statistics.median(seconds[1:])
+    return 1000 * min(seconds[1:])
 
 
 def describe_old_query_ms(model: Embedder, milliseconds: float) -> str:
