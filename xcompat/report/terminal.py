@@ -86,6 +86,12 @@ def _print_cases(
         console.print()
 
 
+def _share_and_interval(share: float, ci95: tuple[float, float]) -> str:
+    """Return a share above its interval, which is short enough for five metrics in 80 columns."""
+    low, high = (100 * bound for bound in ci95)
+    return f"{100 * share:.1f}\n[dim]{low:.1f}–{high:.1f}[/]"
+
+
 def _table(metrics: list[str], cases: list[Case], names: Mapping[str, str]) -> Table:
     table = Table(box=SIMPLE_HEAD, padding=0, show_edge=False)
     table.add_column("way" if names else "query/gallery", no_wrap=True)
@@ -93,8 +99,7 @@ def _table(metrics: list[str], cases: list[Case], names: Mapping[str, str]) -> T
         table.add_column(literal(metric_name(metric)), justify="right")
     for case in cases:
         cells = [
-            f"{case.metrics[metric] * 100:.1f}\n[dim]{interval(case.ci95[metric])}[/]" if metric in case.metrics else ""
-            for metric in metrics
+            _share_and_interval(case.metrics[metric], case.ci95[metric]) if metric in case.metrics else "" for metric in metrics
         ]
         label = literal(names.get(case.label, case.label))
         table.add_row(label, *cells, style="bold" if case.label == "new/old" else "")
@@ -145,7 +150,7 @@ def print_plan(plan: Plan, console: Console) -> None:
     for way in plan.ways:
         quality = "not measured"
         if way.quality is not None and way.ci95 is not None:
-            quality = f"{way.quality * 100:.1f}\n[dim]{interval(way.ci95)}[/]"
+            quality = _share_and_interval(way.quality, way.ci95)
         most = "≤ " if way.per_query > 2 else ""
         asked = [quality, f"{most}{way.per_query:,}"]
         asked += [f"{most}{way.milliseconds:,.1f}"] if way.milliseconds is not None else []
