@@ -101,6 +101,8 @@ def _print(found: QueryResult, group_by: str | None, several: bool) -> None:
     if several:
         console.print(f"[bold]▸[/] {literal(snippet(found.text or found.query))}", soft_wrap=True)
     console.print(hit_table(found.hits, group_by) if found.hits else "nothing found")
+    if len(versions := {short(hit.version) for hit in found.hits}) == 1:
+        console.print(f"[dim]version {literal(*versions)}[/]", soft_wrap=True)
     if found.hits and group_by is not None and all(hit.group is None for hit in found.hits):
         console.print(f"[yellow]![/] no hit has {literal(repr(group_by))} in its metadata: hits are not grouped")
     if any(hit.standing is not None for hit in found.hits):
@@ -112,7 +114,8 @@ def _print(found: QueryResult, group_by: str | None, several: bool) -> None:
 
 
 def hit_table(hits: list[Hit], group_by: str | None) -> Table:
-    """Return a hit table, without empty columns."""
+    """Return a hit table, without empty columns and a version that all hits have in common."""
+    versions = [short(hit.version) for hit in hits]
     with_text = any(TEXT in (hit.metadata or {}) for hit in hits)
     apart = {group_by, TEXT if with_text else None}
     abouts = [_summary({key: value for key, value in (hit.metadata or {}).items() if key not in apart}) for hit in hits]
@@ -124,7 +127,7 @@ def hit_table(hits: list[Hit], group_by: str | None) -> Table:
     words = [
         ("id", [hit.id for hit in hits]),
         *([(group_by, ["" if hit.group is None else str(hit.group) for hit in hits])] if group_by is not None else []),
-        ("version", [short(hit.version) for hit in hits]),
+        ("version", versions if len(set(versions)) > 1 else []),
         ("metadata", abouts),
         (TEXT, [snippet((hit.metadata or {}).get(TEXT, "")) for hit in hits]),
     ]
