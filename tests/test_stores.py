@@ -728,6 +728,24 @@ def test_a_recorded_model_is_checked_again(described: Place, folder_of: dict[str
 
 
 @any_store
+def test_a_wrong_record_is_replaced_after_a_look(described: Place, folder_of: dict[str, str], tmp_path: Path) -> None:
+    """As after a table was dropped and made again by the same name."""
+    right, wrong = folder_of["clip"], Fingerprint.from_string("the model of an earlier table")
+    store = described.open()
+    store.name_model(store.space, wrong)
+    del store
+    described.close()
+    plan = ("migrate", "plan", described.uri(), "--model", right, "--embed", "about", "--from", right)
+    assert "replace it with `xcompat gallery doctor" in said(*plan, code=1)
+    doctor = ("gallery", "doctor", described.uri(), "--record", "--model")
+    assert "replace it with `xcompat gallery doctor" in said(*doctor, right, code=1), "only after a look"
+    other = save_stand_in(tmp_path / "other", "clip", load_embedder(right).dim, seed=5)
+    assert "made 0 of 39 sampled vectors of" in said(*doctor, other, "--texts", "about", code=1)
+    assert "recorded that" in said(*doctor, right, "--texts", "about")
+    assert "made 38 of 39 sampled vectors of" in said(*plan)
+
+
+@any_store
 def test_what_cannot_be_looked_at_is_adopted_with_a_line(place: Place, folder_of: dict[str, str]) -> None:
     place.fill(unit_vectors(30, load_embedder(folder_of["clip"]).dim))
     place.note("3", None)

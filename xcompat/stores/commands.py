@@ -142,20 +142,32 @@ def name_model(
 def record_model(uri: str, name: str, held: SourceField | None) -> dict[str, Any]:
     """Check a sample, record the model, and return it."""
     store = xcompat.stores.open(uri)
-    name_model(store, name, held)
+    model = check_model(store, name, held, can_replace=True)
+    if model is not None and store.spaces()[store.space].fingerprint != model:
+        store.name_model(store.space, model)
     found = store.spaces()[store.space].fingerprint
     said = f"recorded that {store.space} in {store.uri} has vectors of {found}"
     console.print(f"[green]✓[/] {literal(said)}", soft_wrap=True)
     return {"uri": str(store.uri), "space": store.space, "model": str(found), "passed": True}
 
 
-def check_model(store: Store, name: str | None, held: SourceField | None = None) -> Fingerprint | None:
-    """Check a sample, and return the model. Nothing is written. Use the arguments of :func:`name_model`."""
+def check_model(store: Store, name: str | None, held: SourceField | None = None, can_replace: bool = False) -> Fingerprint | None:
+    """Check a sample, and return the model. Nothing is written.
+
+    Args:
+        store: the store.
+        name: model name, or None to do nothing.
+        held: the vectors' source data.
+        can_replace: accept another model than the recorded one, if it made most of a sample and there is no migration.
+
+    Raises:
+        XcompatError: another model is recorded, or the sample does not match.
+    """
     if name is None:
         return None
     from xcompat.models.embedder import load_embedder, named_fingerprint
 
-    migration.resume(store)  # its rows have their own model
+    can_replace &= not migration.resume(store) and held is not None  # a migration's rows have their own model
     known, embedder = store.spaces()[store.space].fingerprint, None
     try:
         embedder = load_embedder(name, device())
@@ -166,15 +178,22 @@ def check_model(store: Store, name: str | None, held: SourceField | None = None)
             soft_wrap=True,
         )
     model = embedder.fingerprint if embedder is not None else named_fingerprint(name)
-    if known not in (None, model):
-        raise XcompatError(f"{store.space} in {store.uri} has vectors of {known}, not {name}; use the recorded model")
-    if embedder is not None and (known is None or held is not None):
-        _look(store, embedder, held)
+    can_replace &= embedder is not None
+    if known not in (None, model) and not can_replace:
+        raise XcompatError(
+            f"{store.space} in {store.uri} has vectors of {known}, not {name}; use the recorded model. If the record is wrong, "
+            "replace it with `xcompat gallery doctor URI --model MODEL --texts FIELD --record`"
+        )
+    is_compared = _look(store, embedder, held) if embedder is not None and (known is None or held is not None) else False
+    if known not in (None, model) and not is_compared:
+        raise XcompatError(
+            f"{store.space} in {store.uri} keeps its record of {known}; choose a field with the source of the vectors"
+        )
     return model
 
 
-def _look(store: Store, embedder: Embedder, held: SourceField | None) -> None:
-    """Compare a sample with a model's embeddings, and raise if most differ."""
+def _look(store: Store, embedder: Embedder, held: SourceField | None) -> bool:
+    """Compare a sample with a model's embeddings, raise if most differ, and return whether there is one."""
     from xcompat.retrieval.doctor import SAME
     from xcompat.stores.doctor import examine_store
 
@@ -191,16 +210,17 @@ def _look(store: Store, embedder: Embedder, held: SourceField | None) -> None:
             )
         why = f"{found.note}; choose it with --texts or --images" if held is None else found.note
         _warn(f"cannot verify that {embedder.name} made the vectors in {own.name}: {why}")
-        return
-    same = found.looked_at - len(found.foreign)
+        return False
+    same = sum(found.made.values())
     said = f"{same:,} of {found.looked_at:,} sampled vectors of {own.name}"
     if same <= found.looked_at / 2:
         raise XcompatError(
             f"{embedder.name} made {said}, so it is not the model of {store.uri}; check others with `xcompat gallery doctor`"
         )
-    sure = not found.foreign and found.cosine >= SAME
+    sure = same == found.looked_at and found.cosine >= SAME
     mark, rest = ("[green]✓[/]", "") if sure else ("[yellow]![/]", "; see `xcompat gallery doctor`")
     console.print(f"{mark} {literal(embedder.name)} made {literal(said)} (cosine {found.cosine:.4f}){rest}", soft_wrap=True)
+    return True
 
 
 def plan(
