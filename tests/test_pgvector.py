@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -165,6 +166,23 @@ def test_misfit_addresses_are_refused(postgres: str, database: Any, vectors: np.
         with monkeypatch.context() as patched:
             patched.setitem(pgvector_client.NEEDED, name, (99, 0))
             refuses(rf"has {name} \d+\.\d+; upgrade it to 99.0 or later", opened, postgres)
+
+
+def test_refusals_hold_a_fix_that_works(postgres: str, database: Any) -> None:
+    for made in ("id bigint, embedding vector(3)", "id bigint, row_id text, embedding vector(3)"):
+        database.execute(
+            f"DROP TABLE IF EXISTS items; CREATE TABLE items ({made}); INSERT INTO items SELECT 1 FROM generate_series(1, 2)"
+        )
+        statement = re.search("ALTER TABLE .*", refuses("needs a primary key", opened, postgres))
+        assert statement is not None
+        database.execute(statement[0])
+        assert opened(postgres).count() == 2
+    database.execute('CREATE TABLE "Shop" (id int PRIMARY KEY, title text)')
+    database.execute('CREATE VIEW shown AS SELECT i.row_id, title, embedding FROM items AS i JOIN "Shop" AS s ON s.id = i.id')
+    assert refuses("shown is a view", opened, postgres, table="shown").endswith("choose the table with its rows: Shop, items")
+    for wrong in (postgres.replace("postgres:@", "nobody:secret@"), postgres.replace("/postgres?", "/nodb?")):
+        said = refuses("does not exist; check the user, the password and the database in the address", opened, wrong)
+        assert "later" not in said and "secret" not in said
 
 
 def test_readers_search_only(store: Store, postgres: str, database: Any, model: RidgeModel, vectors: np.ndarray) -> None:

@@ -417,7 +417,8 @@ def test_the_model_of_all_rows_ends_with_the_switch(postgres: str, database: Any
     migration.start(store, Mapping(model))
     assert whole.find(vectors[:1], OLD, 1)[0][0].id in ("0", str(N))
     migration.switch(store, Mapping(model))
-    refuses("the model of embedding in .* is unknown", whole.find, vectors[:1], OLD, 1)
+    said = "the model of embedding in .* is unknown; rows of the table have models of their own; .* --where CONDITION: " + DOCS
+    refuses(said, whole.find, vectors[:1], OLD, 1)
     migration.rollback(store)
     assert whole.spaces()["embedding"].fingerprint == store.spaces()["embedding"].fingerprint == OLD
 
@@ -473,6 +474,18 @@ def test_an_invalid_condition_is_refused(postgres: str, database: Any, vectors: 
     lancedb.connect(tmp_path).create_table("items", [{"id": 0, "vector": [1.0, 0.0]}])
     with pytest.raises(XcompatError, match="items: --where works only with PostgreSQL tables; remove --where"):
         xcompat.stores.open(f"lancedb://{tmp_path}?table=items", "id = 1")
+
+
+def test_a_condition_without_rows_is_refused_before_anything_is_written(
+    postgres: str, database: Any, vectors: np.ndarray, model: RidgeModel, run_xcompat: Run, tmp_path: Path
+) -> None:
+    fill(database, vectors)
+    model.save_pretrained(tmp_path / "map")
+    named = (f"{postgres}&table=items", "--from", OLD.name, "--model", tmp_path / "map", "--where", "collection = 'dcos'")
+    for verb in ("plan", "start"):
+        assert "has no vectors where collection = 'dcos'; check --where" in run_xcompat.refusal("migrate", verb, *named)
+    assert columns(database) == ["id", "collection", "embedding"]
+    assert database.execute("SELECT to_regclass('xcompat_records')").fetchone() == (None,)
 
 
 def test_fixed_dimensions_are_refused_with_a_fix(postgres: str, database: Any, model: RidgeModel, vectors: np.ndarray) -> None:

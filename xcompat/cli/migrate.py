@@ -251,7 +251,12 @@ def _messages_on_stderr(is_json: bool) -> AbstractContextManager[None]:
 def _open(uri: str, where: str | None = None) -> Store:
     import xcompat.stores
 
-    return xcompat.stores.open(uri, where)
+    store = xcompat.stores.open(uri, where)
+    if where is not None:
+        from xcompat.stores import commands
+
+        commands.require_rows(store)
+    return store
 
 
 def _source_field(

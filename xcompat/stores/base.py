@@ -344,7 +344,7 @@ class Store(ABC):
 
     def _to_query_space(self, embeds_QD: ArrayLike, model: Model, own: Space, old_queries: OldQueries | None = None) -> ArrayLike:
         if own.fingerprint is None:
-            raise XcompatError(f"the model of {self.space} in {self.uri} is unknown; {_ADOPT}")
+            raise XcompatError(f"the model of {self.space} in {self.uri} is unknown; {self.model_advice}")
         dim = own.dim if own.dim is not None else as_float32(embeds_QD).shape[-1]
         made = VersionRecord(digest=own.fingerprint.digest, name=own.fingerprint.name, dim=dim)
         view = query_view(model, embeds_QD, made)
@@ -407,6 +407,11 @@ class Store(ABC):
         known = self.record("migration") or {}
         return {known["into"], known["space"] + BEFORE} if known else set()
 
+    @property
+    def model_advice(self) -> str:
+        """The fix for a searched space without a recorded model."""
+        return "set it with `xcompat gallery doctor URI --model MODEL --record` or store.name_model(space, fingerprint)"
+
     def name_model(self, space: str, model: Fingerprint) -> None:
         """Record a space's model in the store.
 
@@ -436,7 +441,7 @@ class Store(ABC):
         """
         own = self.spaces()[self.space]
         if own.fingerprint is None:
-            raise XcompatError(f"the model of {self.space} in {self.uri} is unknown; {_ADOPT}")
+            raise XcompatError(f"the model of {self.space} in {self.uri} is unknown; {self.model_advice}")
         aliased_version([VersionRecord(digest=own.fingerprint.digest, name=own.fingerprint.name, dim=own.dim or 1)], alias)
         self.set_aliases(own.fingerprint, (*self.aliases(), alias.digest))
         return own.fingerprint
@@ -531,6 +536,3 @@ class Store(ABC):
     @abstractmethod
     def close(self) -> None:
         """Close the connection."""
-
-
-_ADOPT = "set it with `xcompat gallery doctor URI --model MODEL --record` or store.name_model(space, fingerprint)"

@@ -151,6 +151,12 @@ def record_model(uri: str, name: str, held: SourceField | None) -> dict[str, Any
     return {"uri": str(store.uri), "space": store.space, "model": str(found), "passed": True}
 
 
+def require_rows(store: Store) -> None:
+    """Raise if no row with a vector meets the store's condition."""
+    if next(store.rows(1), None) is None:
+        raise XcompatError(f"{store.uri} has no vectors where {store.condition}; check --where")
+
+
 def check_model(store: Store, name: str | None, held: SourceField | None = None, can_replace: bool = False) -> Fingerprint | None:
     """Check a sample, and return the model. Nothing is written.
 
@@ -230,7 +236,7 @@ def plan(
     found = migration.plan(store, mapping, dtype, max_bad_share, old)
     own = store.spaces()[store.space]
     table = Table("", "rows", "vectors", "dimensions", "numbers", "bytes", show_header=True)
-    table.add_row(literal(own.name), f"{found.rows:,}", f"{found.vectors:,}", str(own.dim), own.dtype, "")
+    table.add_row(literal(own.name), f"{found.rows:,}", f"{found.vectors:,}", str(own.dim or found.width or "-"), own.dtype, "")
     table.add_row("new", "", f"{found.vectors:,}", str(found.dim), dtype, decimal(found.nbytes))
     console.print(table)
     console.print(f"{describe_duration(found.seconds)} to read and compute the vectors, plus time to load the model and to write")

@@ -99,7 +99,9 @@ class PgVectorStore(Store):
             raise XcompatError(f"{self.uri}: there is no table {name!r}; {nearest(name, tables)}")
         quoted, schema, kind = found[0]
         if kind not in "rp":
-            raise XcompatError(f"{self.uri}: {name} is a {_RELATIONS[kind]}; choose the table with its rows")
+            tables = [table for (table,) in self.client.ask(_TABLES + _IN_VIEW, quoted)]
+            named = f": {', '.join(tables)}" if tables else ""
+            raise XcompatError(f"{self.uri}: {name} is a {_RELATIONS[kind]}; choose the table with its rows{named}")
         return sql.SQL(quoted), schema
 
     def _columns(self) -> dict[str, str]:
@@ -117,9 +119,12 @@ class PgVectorStore(Store):
         """Return the primary key, or the unique index in the address."""
         found: list[str] = [",".join(names) for (names,) in self.client.ask(_UNIQUE, self._name)]
         if not found:
+            free = "id"
+            while free in columns:
+                free = f"row_{free}"
             raise XcompatError(
                 f"{self.uri}: the table needs a primary key or a unique index on NOT NULL columns; add one, e.g. ALTER TABLE "
-                f"{self._name} ADD COLUMN id bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY"
+                f"{self._name} ADD COLUMN {free} bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY"
             )
         known = found if "id" in self.uri.options else found[:1]
         names = tuple(self.uri.choose("id", known, "a primary key or a unique index (id=COLUMN or id=COLUMN,COLUMN)").split(","))
@@ -426,6 +431,15 @@ class PgVectorStore(Store):
 
     # ------------------------------------------------------------------------------------------------- records
 
+    @property
+    @override
+    def model_advice(self) -> str:
+        prefix = models_record("")
+        if self.condition is not None or not (parts := self.records.keys(prefix)):
+            return super().model_advice
+        named = "; ".join(key.removeprefix(prefix) for key in parts)
+        return f"rows of the table have models of their own; choose them with --where CONDITION: {named}"
+
     def _models(self) -> dict[str, Any]:
         """Return the recorded models by column. A part falls back to the whole table's models."""
         return {**(self.record("spaces") or {}), **(self.record(self.models_record) or {})}
@@ -475,6 +489,11 @@ _TABLES = """
 SELECT CASE WHEN pg_table_is_visible(c.oid) THEN relname ELSE nspname || '.' || relname END
 FROM pg_class c JOIN pg_namespace n ON n.oid = relnamespace
 WHERE relkind IN ('r', 'p') AND nspname !~ '^pg_' AND nspname <> 'information_schema'
+"""
+_IN_VIEW = """AND c.oid IN (
+  SELECT d.refobjid FROM pg_rewrite r JOIN pg_depend d ON d.classid = 'pg_rewrite'::regclass AND d.objid = r.oid
+  WHERE d.refclassid = 'pg_class'::regclass AND r.ev_class = to_regclass(%s))
+ORDER BY 1
 """
 _UNIQUE = """
 SELECT ARRAY(SELECT attname::text FROM unnest(i.indkey::int2[]) WITH ORDINALITY AS k (number, place)

@@ -44,6 +44,8 @@ the table before a view."""
 LOST = ("08", "57P01", "57P02", "57P03")
 """Prefixes of error codes for ended or refused connections."""
 FULL = "53100"
+_REFUSED = ("authentication failed", "no password supplied", "does not exist", "no pg_hba.conf entry", "permission denied")
+"""Parts of a new connection's errors that stay the same later. They have no code."""
 NEEDED = {"PostgreSQL": (13, 0), "pgvector": (0, 7)}
 """Minimum versions of the server and the extension, which needs ``halfvec``."""
 TYPES = {"float32": "vector", "float16": "halfvec"}
@@ -231,6 +233,8 @@ def plain_errors(uri: StoreUri) -> Iterator[None]:
         said = uri.scrub(error.diag.message_primary or " ".join(str(error).split()))
         if "invalid URI query parameter" in said:
             raise XcompatError(f"{uri}: {said}; remove it from the address") from None
+        if isinstance(error, psycopg.OperationalError) and error.sqlstate is None and any(part in said for part in _REFUSED):
+            raise XcompatError(f"{uri}: {said}; check the user, the password and the database in the address") from error
         if isinstance(error, psycopg.OperationalError) and (error.sqlstate is None or error.sqlstate.startswith(LOST)):
             raise LostConnectionError(f"{uri} does not answer ({said}); run the command again later to continue") from error
         after = "; free disk space there, then run the command again to continue" if error.sqlstate == FULL else ""

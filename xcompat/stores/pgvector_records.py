@@ -75,6 +75,13 @@ class Records:
                 put = sql.SQL("INSERT INTO {} VALUES (%s, %s, %s)").format(self.table)
                 self.client.execute(put, self.relation, key, Jsonb(value))
 
+    def keys(self, prefix: str) -> list[str]:
+        """Return the keys of records with a key prefix."""
+        if not self.exists:
+            return []
+        asked = sql.SQL("SELECT key FROM {} WHERE relation = %s AND starts_with(key, %s) ORDER BY 1").format(self.table)
+        return [key for (key,) in self.client.ask(asked, self.relation, prefix)]
+
     def delete_prefix(self, prefix: str) -> None:
         """Delete all records by key prefix."""
         asked = sql.SQL("DELETE FROM {} WHERE relation = %s AND starts_with(key, %s)").format(self.table)
