@@ -278,6 +278,8 @@ def test_the_command_line_re_embeds_by_a_service(place: LancePlace, services: li
     assert "less than a second to read and compute the vectors, plus time to load the model" in planned.stderr
     found = json.loads(planned.stdout)
     assert (found["rows"], found["dim"], found["where"]) == (N, NEW_DIM, None) and "168 tokens" in found["cost"]
+    assert "embeds the texts" not in run("start", *named, "--budget", "0").stdout
+    assert "big-3 embeds the texts of 4 rows: about 17 tokens" in run("start", *named, "--budget", "4").stdout
     assert "run `xcompat migrate verify`" in run("start", *named, "--batch", "16", "--requests-per-minute", "1e6").stdout
     found = json.loads(run("status", "--json").stdout)
     assert (found["state"], found["written"], found["missing"]) == ("filling", N, 0)

@@ -261,8 +261,8 @@ def _warn(line: str) -> None:
     console.print(f"[yellow]![/] {literal(line)}", soft_wrap=True)
 
 
-def _print_cost(store: Store, mapping: AnyVectorSource) -> str:
-    if cost := migration.describe_cost(store, mapping):
+def _print_cost(store: Store, mapping: AnyVectorSource, budget: int | None = None) -> str:
+    if cost := migration.describe_cost(store, mapping, budget):
         console.print(literal(cost), soft_wrap=True)
     return cost
 
@@ -281,7 +281,7 @@ def _print_skipped(count: int, named: list[str]) -> None:
 
 def start(store: Store, mapping: AnyVectorSource, into: str | None, **options: Any) -> None:  # noqa: ANN401
     """Fill the new space, with the options of :func:`xcompat.stores.migration.start`."""
-    _print_cost(store, mapping)
+    _print_cost(store, mapping, options.get("budget"))
     done = migration.start(store, mapping, into, **options)
     if options.get("budget") is not None:
         console.print(
