@@ -152,6 +152,7 @@ def test_headers_and_the_overview_say_what_a_recipe_needs() -> None:
     headers = {name: "".join(line for line in text.lower().splitlines() if line.startswith("#")) for name, text in texts.items()}
     assert [name for name, text in texts.items() if not text.startswith("# ") or "needs" not in headers[name]] == []
     assert [name for name, header in headers.items() if "not run:" not in header and "took" not in header] == []
+    assert [name for name, header in headers.items() if re.search(r"xcompat (train|compare) recipes/", header) is None] == []
     written = (ROOT / "recipes" / "README.md").read_text(encoding="utf-8")
     assert written == runpy.run_path(str(ROOT / "docs" / "recipes_table.py"))["overview"](), "run python docs/recipes_table.py"
     assert all(f"]({name})" in written for name in texts)
