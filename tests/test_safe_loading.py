@@ -476,6 +476,16 @@ def test_other_transforms_and_modules_are_refused() -> None:
     refuses("ResNet: transformers.* also has a 'resnet'; rename the class", register_encoder, ResNet)
 
 
+@pytest.mark.parametrize("form", ["encoder", "method"])
+def test_a_module_without_its_class_names_the_ways_to_register_it(form: str, tmp_path: Path) -> None:
+    own = {"model_type": "unregistered", "width": 4}
+    encoder = {"library": "transformers", "config": own}
+    config = own if form == "encoder" else {"model_type": "xcompat-independent", "encoder": encoder, "embedding_dim": 4}
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    refuses(r"no class has model_type 'unregistered'; .* \(entry point xcompat.encoders\)", load_encoder, str(tmp_path))
+
+
 def test_a_changed_file_is_a_changed_recipe(tmp_path: Path) -> None:
     file = tmp_path / "grey.py"
     file.write_text("from torch import nn\nclass Grey(nn.Module):\n    ...\n", encoding="utf-8")

@@ -269,7 +269,18 @@ def reading_model(name: str, revision: str | None = None) -> Iterator[None]:
     except SafetensorError as error:
         raise XcompatError(f"cannot load {name}: its weights are damaged ({error}); fetch or train it again") from error
     except Exception as error:  # libraries raise errors of many types for an invalid configuration
-        raise XcompatError(f"cannot load {name}: {describe_error(error)}; fetch or train it again") from error
+        unknown = _describe_unknown_type(str(error))
+        raise XcompatError(f"cannot load {name}: {unknown or f'{describe_error(error)}; fetch or train it again'}") from error
+
+
+def _describe_unknown_type(message: str) -> str | None:
+    """Return the cause and fix of transformers' error for a ``model_type`` without a class; None for other errors."""
+    if (found := re.search(r"model type `([^`]+)` but Transformers|Unrecognized model identifier: (\S+)\. ", message)) is None:
+        return None
+    return (
+        f"no class has model_type {found[1] or found[2]!r}; for a module of your own, import its file first or install a package "
+        "that names it (entry point xcompat.encoders), otherwise update transformers"
+    )
 
 
 def _hint(name: str, revision: str | None) -> str:
@@ -344,7 +355,8 @@ def _load(source: EncoderSource) -> Encoder:
             check_config(PreTrainedConfig.get_config_dict(source.name, revision=where["revision"])[0], source.name)
         config = AutoConfig.from_pretrained(source.name, **where)
     except ValueError as error:  # missing or unknown model_type
-        raise XcompatError(f"cannot load {source.name}: {' '.join(str(error).split())}") from error
+        cause = _describe_unknown_type(str(error)) or " ".join(str(error).split())
+        raise XcompatError(f"cannot load {source.name}: {cause}") from error
     if hasattr(config, "text_config"):
         from xcompat.encoders.transformers_encoder import load_transformers_encoder
 
