@@ -127,6 +127,7 @@ def test_every_command_reads_it(place: tuple[str, str], tmp_path: Path, run_xcom
     assert is_stored(old) and require_stored(old)
     model = load_stored(EncoderSource(name=old).name)
     np.testing.assert_allclose(model.lookup(IDS[::-1])[:], OLD[::-1], atol=1e-3)
+    refuses(f"has no embedding of 1 of 1 images, e.g. 'a/000'; its ids, e.g. '{IDS[0]}', must be", model.lookup, ["a/000"])
     ids = ids if form in IDS_BESIDE[1:] else ()
     chosen = {"CSV of a cookbook": ("--vector-name", "embedding"), "compressed TSV": ("--vector-name", "vector")}.get(form, ())
     out = run_xcompat.output("gallery", "build", old, "--model", "clip-b32", "--out", "built", *ids, *chosen)

@@ -43,7 +43,7 @@ class StoredModel:
     """Hash of ids and embeddings."""
 
     def __init__(self, folder: str | Path, vectors: Vectors | None = None, version: Fingerprint | None = None) -> None:
-        folder = Path(folder)
+        folder = self._place = Path(folder)
         self.embeds_Nd = self.prototypes_Cd = None
         self.ids: list[str] = []
         self.classes: list[str] = []
@@ -105,8 +105,8 @@ class StoredModel:
         missing = [name for name in ids if name not in place]
         if missing:
             raise XcompatError(
-                f"{self.name} has no embedding of {len(missing)} of {len(ids)} images, e.g. {missing[0]!r}; {IDS} must contain "
-                "the ids of the data"
+                f"{self._place} has no embedding of {len(missing)} of {len(ids)} images, e.g. {missing[0]!r}; its ids, e.g. "
+                f"{self.ids[0]!r}, must be those of the data"
             )
         return _Directions(self.embeds_Nd, np.fromiter((place[name] for name in ids), np.int64, len(ids)))
 
