@@ -492,8 +492,8 @@ def test_a_study_runs_once_per_seed_and_goes_on_where_it_stopped(
     assert done.exit_code == 0 and "verdicts and costs" in done.output.lower(), done.output
     page = tmp_path / "run" / "comparison" / "compare.html"
     document = json.loads(page.with_suffix(".json").read_text())
-    assert [row["name"] for row in document["rows"]] == ["old", "independent", "ridge", "procrustes"]
-    for row in document["rows"][2:]:
+    assert [row["name"] for row in document["rows"]] == ["old", "independent", "ridge", "procrustes", "plain map", "half-way"]
+    for row in document["rows"][2:4]:
         assert row["parameters"] == 16 * 8 + 8 and row["extra_dims"] == 8 and row["seconds"] > 0
         spread = row["old_gallery"]["text-to-image"]["recall@5"]
         for seed in (3, 5):  # the last stage's report stands at the top of its run
@@ -520,14 +520,15 @@ def test_trained_methods_stand_beside_a_plain_map(
     page = compare_recipe(recipe)
     rows = json.loads(page.with_suffix(".json").read_text())["rows"]
     assert [row["name"] for row in rows] == ["old", "independent", "query_map", "plain map", "half-way"]
-    report = load_report(tmp_path / "run" / "seed-0" / "whitened")
+    report = load_report(tmp_path / "run" / "seed-0" / "plain_map")
     for row, label in zip(rows[3:], ("new/old", "slerp/old"), strict=True):
         mean = row["old_gallery"]["text-to-image"]["recall@1"]["mean"]
         assert metric_of(report, label, ("text-to-image", "recall@1")) == pytest.approx(mean)
     assert "few training steps (query_map 2 steps, warm-up not over)" in " ".join(capsys.readouterr().out.split())
     assert plain_map_recipe(parse_recipe(raw | {"plain_map": False}, "tiny", "tiny.yaml")) is None
-    solved = raw | {"method": "ridge", "training": {}}
-    assert plain_map_recipe(parse_recipe(solved, "tiny", "tiny.yaml")) is None, "a closed form is compared already"
+    for method, is_added in (("ridge", True), ("whitened", False)):
+        solved = parse_recipe(raw | {"method": method, "training": {}}, "tiny", "tiny.yaml")
+        assert (plain_map_recipe(solved) is not None) == is_added, method
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Closed-form map of a comparison, as a yardstick for its trained methods."""
+"""Closed-form map of a comparison, as a yardstick for its methods."""
 
 from __future__ import annotations
 
@@ -17,30 +17,32 @@ from xcompat.training.stored_models import is_stored
 
 NAME, HALF_WAY, METHOD = "plain map", "half-way", "whitened"
 """Names of the rows, and their method."""
+STAGE = "plain_map"
+"""Name of the map's stage and folder."""
 MIXED = "slerp"
 """Case of half-way queries in reports."""
 
 
 def plain_map_recipe(recipe: Recipe) -> Recipe | None:
-    """Return the recipe of a plain map from the models and data of a trained stage.
+    """Return the recipe of a plain map from the models and data of a stage.
 
     Args:
         recipe: a recipe of ``compare``, for one seed.
 
     Returns:
-        The recipe, or None if the recipe compares a closed form itself, or no stage has an old and a new model.
+        The recipe, or None if the recipe compares this method itself, or no stage has an old and a new model.
     """
     judged = [settings for settings in recipe.stages if settings.is_judged]
-    if not recipe.plain_map or not all(settings.is_trained for settings in judged):
+    if not recipe.plain_map or any(settings.method == METHOD for settings in judged):
         return None
     stage = next(filter(None, (_plain_stage(recipe, settings) for settings in judged)), None)
     if stage is None:
         return None
-    return recipe.model_copy(update={"output_dir": recipe.output_dir / METHOD, "stages": [stage]})
+    return recipe.model_copy(update={"output_dir": recipe.output_dir / STAGE, "stages": [stage]})
 
 
 def _plain_stage(recipe: Recipe, settings: StageRecipe) -> StageRecipe | None:
-    """Return the stage of a plain map for a trained stage, or None if its models or data do not fit."""
+    """Return the stage of a plain map for a stage, or None if its models or data do not fit."""
     new = settings.independent or settings.new
     data = _embedded_data(settings)
     if settings.old is None or not isinstance(new, EncoderSource) or data is None or settings.evaluation is None:
@@ -50,7 +52,7 @@ def _plain_stage(recipe: Recipe, settings: StageRecipe) -> StageRecipe | None:
     unused: dict[str, Any] = {"fallback": None, "rerank": 0, "rerank_weight": None, "compare_with": []}
     evaluation = settings.evaluation.model_copy(update={"slerp": slerp, **unused})
     parts = {"old": old, "new": new, "data": data, "evaluation": evaluation}
-    return StageRecipe(name=METHOD, method=METHOD).model_copy(update=parts)
+    return StageRecipe(name=STAGE, method=METHOD).model_copy(update=parts)
 
 
 def _embedded_data(settings: StageRecipe) -> Any:  # noqa: ANN401 - settings of data, or None
@@ -78,7 +80,7 @@ def run_plain_map(runs: dict[int, Recipe]) -> list[EvaluatedMethod]:
     if not found:
         return []
     try:
-        folders = {seed: run_recipe(recipe)[METHOD] for seed, recipe in found.items()}
+        folders = {seed: run_recipe(recipe)[STAGE] for seed, recipe in found.items()}
     except XcompatError as error:
         notice(f"no plain map beside the methods: {error}")
         return []

@@ -39,7 +39,7 @@ class Recipe(Section):
         seed: random seed for weights, data, noise and bootstrap.
         seeds: seeds of ``compare``, a run each; ``train`` uses ``seed``.
         stages: stages in order.
-        plain_map: whether ``compare`` adds a closed-form map if all compared stages are trained.
+        plain_map: whether ``compare`` adds a closed-form map, unless a compared stage has its method.
         layout: data layout in the header, for errors; not a recipe key.
     """
 
