@@ -224,7 +224,7 @@ def test_a_search_asks_once_with_filters_of_any_form(shop: Server, vectors: np.n
 @pytest.mark.filterwarnings("ignore:Batch upload failed")
 def test_a_lost_connection_is_a_clear_stop_that_continues(shop: Server, mapping: Mapping) -> None:
     store = opened(address(shop))
-    shop.answers = 60
+    shop.answers = 64
     with pytest.raises(LostConnectionError, match="does not answer .* to continue") as refusal:
         migration.start(store, mapping, "items_v2", batch=10)
     assert "\n" not in str(refusal.value)
@@ -263,6 +263,7 @@ def test_keys_open_a_server_and_are_never_printed(
 def test_what_cannot_be_opened_is_refused_in_one_line(server: Server, vectors: np.ndarray, tmp_path: Path) -> None:
     filled_with_all_kinds(server.client, vectors)
     server.client.create_collection("city", models.VectorParams(size=2, distance=models.Distance.MANHATTAN))
+    server.client.create_collection("plain", models.VectorParams(size=2, distance=models.Distance.COSINE))
     qdrant_client.QdrantClient(path=str(tmp_path / "folder")).close()
     refused = [
         (address(server, "itms"), "no collection 'itms'; did you mean 'items'"),
@@ -270,6 +271,7 @@ def test_what_cannot_be_opened_is_refused_in_one_line(server: Server, vectors: n
         (address(server, vector="imge"), "'imge' is not one of them; did you mean 'image'"),
         (address(server, vector="tokens"), "'tokens' is not one of them"),
         (address(server, vector="words"), "'words' is not one of them"),
+        (address(server, "plain", vector="words"), "vectors: an unnamed one; 'words' is not one of them; remove vector="),
         (address(server, "city"), "has Manhattan distance; only"),
         (address(server, vector="image", metric="ip"), "has Cosine distance .metric=cosine.; remove metric="),
         (address(server, collection="items"), "has no option 'collection'"),
@@ -292,7 +294,8 @@ def test_collections_of_others_are_only_searched(shop: Server, vectors: np.ndarr
     store = opened(address(shop, "items_v1"))
     assert store.find(vectors[:1], OLD, 1)[0][0].id == "0" and store.describe()["spaces"] == {"items_v1": OLD_DIM}
     before = shop.client.get_collection("items_v1").config
-    refuses("create an alias .*, and use it in your services and in the address", migration.start, store, mapping, "items_v2")
+    for verb in (migration.plan, migration.start):
+        refuses("create an alias .*, and use it in your services and in the address", verb, store, mapping)
     assert shop.client.get_collection("items_v1").config == before and len(shop.engine.collections) == 1
     shop.client.create_collection("theirs", models.VectorParams(size=NEW_DIM, distance=models.Distance.COSINE))
     store = opened(address(shop))

@@ -305,20 +305,24 @@ class QdrantStore(Store):
     # ------------------------------------------------------------------------------------------------- writing
 
     @override
-    def add_space(self, name: str, dim: int, model: Fingerprint, dtype: str = "float32") -> None:
-        aliases, names = self._aliases(), self._names()
-        if self.space not in aliases:
+    def check_space(self, dim: int, dtype: str) -> None:
+        if self.space not in (aliases := self._aliases()):
             or_else = ", or migrate in place with in_place=true" if self.vector else ""
             raise XcompatError(
                 f"{self.uri} is a collection, but a switch needs an alias; create an alias "
                 f"(client.update_collection_aliases), and use it in your services and in the address{or_else}"
             )
+        self._require_no_shard_keys(self._info(aliases[self.space]))
+
+    @override
+    def add_space(self, name: str, dim: int, model: Fingerprint, dtype: str = "float32") -> None:
+        self.check_space(dim, dtype)
+        aliases, names = self._aliases(), self._names()
         for taken in (name, self.before):
             if taken in aliases or taken in names:
                 raise XcompatError(f"{self.uri} already has a collection or alias {taken!r}; choose another name")
         own = aliases[self.space]
         info = self._info(own)
-        self._require_no_shard_keys(info)
         kept = {key: value for key, value in (info.config.metadata or {}).items() if not key.startswith(MARK)}
         ours = {MARK + "model": {"digest": model.digest, "name": model.name}, MARK + "copies": own}
         with plain_errors(self.uri):
