@@ -472,7 +472,13 @@ def test_a_canary_shows_that_a_model_has_changed(
     monkeypatch.setattr(Embedder, "embed", lambda self, batch, space=None: embed(self, batch, space).flip(1))
     code, out, err = run_xcompat(*checking)
     found = json.loads(out.splitlines()[-1])
-    assert code == 1 and not found["passed"] and found["cosine"] < 0.9 and "no longer makes" in err
+    assert (
+        code == 1
+        and not found["passed"]
+        and found["cosine"] < 0.9
+        and "no longer makes" in err
+        and "or re-embed the gallery" in err
+    )
     load_site(*serving)
     assert "no longer makes the test embeddings" in caplog.text
     assert "needs only a gallery's folder and --model" in run_xcompat.refusal(*checking, "--images", photos)

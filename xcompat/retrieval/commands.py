@@ -430,7 +430,8 @@ def check_canary(gallery: Gallery, embedder: Embedder) -> dict[str, Any]:
     else:
         said = "still makes" if found.passed else "no longer makes"
         mark = "[green]✓[/]" if found.passed else "[red]✗[/]"
-        console.print(f"{mark} {name} {said} the ten test embeddings (smallest cosine {found.cosine:.4f})")
+        fix = "" if found.passed else ": go back to the earlier version of the model or its library, or re-embed the gallery"
+        console.print(f"{mark} {name} {said} the ten test embeddings (smallest cosine {found.cosine:.4f}){fix}", soft_wrap=True)
     return {"passed": found.passed, "cosine": found.cosine, "stored": found.is_new, "model": found.model.digest}
 
 

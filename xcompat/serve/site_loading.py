@@ -86,8 +86,8 @@ def _check_canary(shelf: Shelf, side: Side) -> None:
     found = check_canary(Gallery.open(shelf.path), side.embedder)
     if found is not None and not found.passed:
         notice(
-            f"{side.embedder.name} no longer makes the test embeddings of {shelf.path} (smallest cosine {found.cosine:.2f}): "
-            "another version of the model or its library can find less"
+            f"{side.embedder.name} no longer makes the test embeddings of {shelf.path} (smallest cosine {found.cosine:.2f}), "
+            "so it can find less: go back to the earlier version of the model or its library, or re-embed the gallery"
         )
 
 
