@@ -48,7 +48,10 @@ def test_an_address_that_names_nothing_usable_is_refused(tmp_path: Path, vectors
         (f"lancedb://{tmp_path}/none?table=odd", "folder .*none does not exist"),
         (f"lancedb://{tmp_path}", "has no table; add"),
         (f"lancedb://{tmp_path}?table=od", "there is no table 'od'; did you mean 'odd'"),
-        (f"lancedb://{tmp_path}?table=odd", "needs a column of fixed-size float32 or float16 vectors, but it has none"),
+        (
+            f"lancedb://{tmp_path}?table=odd",
+            "needs a column of fixed-size float32 or float16 vectors, but it has none; choose another",
+        ),
         (f"lancedb://{tmp_path}?table=odd&column=loose", "'loose' is not a column of fixed-size float32"),
         (f"lancedb://{tmp_path}?table=odd&colum=half", "has no option 'colum'; did you mean 'column'"),
         ("lancedb+db://cloud?table=odd&api_key=secret", "lancedb[+]db://cloud[?]table=odd: LanceDB Cloud cannot"),

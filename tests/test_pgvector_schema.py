@@ -419,6 +419,9 @@ def test_the_model_of_all_rows_ends_with_the_switch(postgres: str, database: Any
     migration.switch(store, Mapping(model))
     said = "the model of embedding in .* is unknown; rows of the table have models of their own; .* --where CONDITION: " + DOCS
     refuses(said, whole.find, vectors[:1], OLD, 1)
+    for part in range(9):
+        whole.set_record(f"spaces where id = {part}", {})
+    assert refuses("of their own", whole.find, vectors[:1], OLD, 1).endswith(f"{DOCS}; id = 0; id = 1; id = 2; id = 3; …")
     migration.rollback(store)
     assert whole.spaces()["embedding"].fingerprint == store.spaces()["embedding"].fingerprint == OLD
 

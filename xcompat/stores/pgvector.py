@@ -437,7 +437,7 @@ class PgVectorStore(Store):
         prefix = models_record("")
         if self.condition is not None or not (parts := self.records.keys(prefix)):
             return super().model_advice
-        named = "; ".join(key.removeprefix(prefix) for key in parts)
+        named = "; ".join([*(key.removeprefix(prefix) for key in parts[:_SHOWN]), *(["…"] if len(parts) > _SHOWN else [])])
         return f"rows of the table have models of their own; choose them with --where CONDITION: {named}"
 
     def _models(self) -> dict[str, Any]:
@@ -473,6 +473,8 @@ class PgVectorStore(Store):
         self.client.execute(sql.SQL(statement).format(table=self.table, **named))
 
 
+_SHOWN = 5
+"""Number of conditions in a message."""
 _WHOLE = ""
 """Key in the models of a part for the column's earlier model in all rows."""
 _UPDATE = """

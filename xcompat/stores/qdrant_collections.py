@@ -133,7 +133,8 @@ def vector_of(uri: StoreUri, info: models.CollectionInfo) -> str:
         return next(iter(found))
     if given is None or given not in found:
         known = ", ".join(name or "an unnamed one" for name in found) or "none"
-        what = "choose one with vector=" if given is None else f"{given!r} is not one of them; {nearest(given, found)}"
+        fix = "remove vector=" if list(found) == [""] else nearest(given or "", found)
+        what = "choose one with vector=" if given is None else f"{given!r} is not one of them; {fix}"
         raise XcompatError(f"{uri}: the collection has these single dense vectors: {known}; {what}")
     return given
 

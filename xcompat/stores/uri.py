@@ -93,8 +93,8 @@ class StoreUri:
         if given is not None and given not in known:
             raise XcompatError(f"{self}: {given!r} is not {what}; {nearest(given, known)}")
         if given is None and len(known) != 1:
-            found = f"it has {', '.join(known)}" if known else "it has none"
-            raise XcompatError(f"{self}: the table needs {what}, but {found}; choose one with {option}=")
+            found = f"it has {', '.join(known)}; choose one with {option}=" if known else "it has none; choose another table"
+            raise XcompatError(f"{self}: the table needs {what}, but {found}")
         return given or known[0]
 
     def metric(self) -> Metric | None:
