@@ -300,6 +300,8 @@ def test_verbs_ask_before_they_delete(
     """In a terminal they ask, elsewhere (None) they need an option. The first rollback only undoes the switch."""
     service = ServiceEmbedding(Provider(Service(NEW_DIM), "big-3"), "about")
     migration.start(place.open(), service)
+    early = CliRunner().invoke(app, ["migrate", "finish", place.uri()])
+    assert "is not switched" in str(early.exception) and not early.output, "it is refused without a question"
     migration.switch(place.open(), service)
     monkeypatch.setattr("xcompat.cli.migrate.sys", SimpleNamespace(stdin=SimpleNamespace(isatty=lambda: answer is not None)))
     if verb == "rollback":

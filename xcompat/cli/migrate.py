@@ -237,9 +237,10 @@ def finish(
     from xcompat.stores import commands, migration
 
     found = migration.migration_of(store)
-    if not yes and not sys.stdin.isatty():
+    is_asked = not yes and found.state == "switched"  # otherwise it is refused anyway
+    if is_asked and not sys.stdin.isatty():
         raise XcompatError(f"finish deletes the old vectors of {found.space} in {store.uri} for good; confirm with --yes")
-    if not yes:
+    if is_asked:
         typer.confirm(f"Delete the old vectors of {store.uri}? This cannot be undone.", abort=True)
     commands.finish(store)
 
