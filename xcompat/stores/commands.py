@@ -262,8 +262,18 @@ def _warn(line: str) -> None:
 
 
 def _print_cost(store: Store, mapping: AnyVectorSource, budget: int | None = None) -> str:
-    if cost := migration.describe_cost(store, mapping, budget):
-        console.print(literal(cost), soft_wrap=True)
+    """Print and return the estimated price of the missing vectors within a budget of rows; "" without a service."""
+    if not mapping.is_service or budget == 0:
+        return ""
+    migration.resume(store)
+    known = store.record(migration.RECORD)
+    into = known["into"] if known is not None and known["into"] in store.spaces() else None
+    found = next(store.rows(mapping.sample_size, content=mapping.content), None)
+    if found is None:
+        return ""
+    missing = store.count(store.space, into)
+    cost = mapping.describe_cost(found, missing if budget is None else min(missing, budget))
+    console.print(literal(cost), soft_wrap=True)
     return cost
 
 

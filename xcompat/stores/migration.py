@@ -173,24 +173,6 @@ def plan(
     return Plan(total, vectors, dim, nbytes, seconds * vectors / max(seen, 1), empty, unusable, width, notes)
 
 
-def describe_cost(store: Store, mapping: AnyVectorSource, budget: int | None = None) -> str:
-    """Return the estimated price of the missing vectors at a service, or an empty string for other models.
-
-    Args:
-        store: the store.
-        mapping: map or embedding model.
-        budget: maximum number of rows, or None.
-    """
-    if not mapping.is_service or budget == 0:
-        return ""
-    resume(store)
-    known = store.record(RECORD)
-    into = known["into"] if known is not None and known["into"] in store.spaces() else None
-    found = next(store.rows(mapping.sample_size, content=mapping.content), None)
-    missing = store.count(store.space, into)
-    return mapping.describe_cost(found, missing if budget is None else min(missing, budget)) if found is not None else ""
-
-
 def start(
     store: Store,
     mapping: AnyVectorSource,
