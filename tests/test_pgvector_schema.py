@@ -426,6 +426,19 @@ def test_the_model_of_all_rows_ends_with_the_switch(postgres: str, database: Any
     assert whole.spaces()["embedding"].fingerprint == store.spaces()["embedding"].fingerprint == OLD
 
 
+def test_the_model_of_a_part_is_recorded_by_its_condition(
+    store: Store, postgres: str, model: RidgeModel, run_xcompat: Run
+) -> None:
+    migration.start(store, Mapping(model))
+    migration.switch(store, Mapping(model))
+    migration.finish(store)
+    uri, code = f"{postgres}&table=items", "collection = 'code'"
+    assert run_xcompat("gallery", "doctor", uri, "--record", "--model", "code-model", "--where", code)[0] == 0
+    made = [xcompat.stores.open(uri, part).spaces()["embedding"].fingerprint for part in (code, DOCS)]
+    assert made == [Fingerprint.from_string("code-model"), Mapping(model).target[0]]
+    assert "--where applies to stores" in run_xcompat.refusal("gallery", "doctor", "here", "--model", "m", "--where", code)
+
+
 def test_changed_rows_are_caught_up_or_left_out(store: Store, database: Any, model: RidgeModel, vectors: np.ndarray) -> None:
     """A row that leaves the collection keeps its old vector, one that enters gets a new vector."""
     mapping = Mapping(model)

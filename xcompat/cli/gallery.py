@@ -451,6 +451,7 @@ def doctor(
         ),
     ] = None,
     image_folder: Annotated[str | None, typer.Option(help="Base folder for image paths in a store.")] = None,
+    where: Annotated[str | None, typer.Option(help="SQL condition, to check only these rows of a PostgreSQL table.")] = None,
     sample: Annotated[int, typer.Option(min=1, help="Number of items to re-embed per model version.")] = 400,
     text_column: TextColumns = None,
     id_column: IdColumn = None,
@@ -475,6 +476,8 @@ def doctor(
     texts = _set_options(text_column=text_column, id_column=id_column, words=words, overlap=overlap)
     if record and not is_address(gallery):
         raise XcompatError("--record applies to stores; a gallery records its models itself, so remove it")
+    if where is not None and not is_address(gallery):
+        raise XcompatError("--where applies to stores; remove it to check the whole gallery")
     if canary:
         if images is not None or image_folder is not None or texts or is_address(gallery):
             raise XcompatError("--canary needs only a gallery's folder and --model; remove the other options")
@@ -487,7 +490,7 @@ def doctor(
                 f"--{min(texts).replace('_', '-')} applies to texts in files, but --texts names a field of a store; remove "
                 "this option"
             )
-        examine = partial(_examine_store, field=images, image_folder=image_folder, sample=sample, is_recorded=record)
+        examine = partial(_examine_store, field=images, image_folder=image_folder, where=where, sample=sample, is_recorded=record)
     elif image_folder is not None:
         raise XcompatError("--image-folder applies to image paths in a store; for a gallery, use --images instead")
     else:
@@ -506,7 +509,7 @@ def _check_canary(gallery: str, model: str) -> dict[str, object]:
 
 
 def _examine_store(
-    gallery: str, model: str, field: str | None, image_folder: str | None, sample: int, is_recorded: bool
+    gallery: str, model: str, field: str | None, image_folder: str | None, where: str | None, sample: int, is_recorded: bool
 ) -> dict[str, object]:
     from xcompat.retrieval import argument_checks
     from xcompat.stores import require_kind
@@ -518,10 +521,10 @@ def _examine_store(
 
     held = SourceField(field, None if image_folder is None else Path(image_folder)) if field is not None else None
     if is_recorded:
-        return commands.record_model(gallery, model, held)
+        return commands.record_model(gallery, model, held, where)
     assert held is not None, "checked above"
     argument_checks.require_models(model)
-    return commands.doctor(gallery, load_model(model), held, sample)
+    return commands.doctor(gallery, load_model(model), held, sample, where)
 
 
 def _examine_gallery(gallery: str, model: str, images: str, texts: dict[str, object], sample: int) -> dict[str, object]:

@@ -107,12 +107,12 @@ def info(store: Store) -> dict[str, Any]:
     return {"uri": str(store.uri), "items": count, "metric": store.metric, "vectors": listed}
 
 
-def doctor(uri: str, embedder: Embedder, held: SourceField, sample: int) -> dict[str, object]:
-    """Print which stored vectors a model made; return this, and whether it made all."""
+def doctor(uri: str, embedder: Embedder, held: SourceField, sample: int, where: str | None = None) -> dict[str, object]:
+    """Print which stored vectors a model made, of all rows or a condition's; return this, and whether it made all."""
     from xcompat.retrieval.commands import print_findings
     from xcompat.stores.doctor import examine_store
 
-    return print_findings([examine_store(xcompat.stores.open(uri), embedder, held, sample)])
+    return print_findings([examine_store(xcompat.stores.open(uri, where), embedder, held, sample)])
 
 
 def name_model(
@@ -139,9 +139,9 @@ def name_model(
         store.name_model(store.space, model)
 
 
-def record_model(uri: str, name: str, held: SourceField | None) -> dict[str, Any]:
-    """Check a sample, record the model, and return it."""
-    store = xcompat.stores.open(uri)
+def record_model(uri: str, name: str, held: SourceField | None, where: str | None = None) -> dict[str, Any]:
+    """Check a sample, record the model of all rows or a condition's, and return it."""
+    store = xcompat.stores.open(uri, where)
     model = check_model(store, name, held, can_replace=True)
     if model is not None and store.spaces()[store.space].fingerprint != model:
         store.name_model(store.space, model)
