@@ -569,6 +569,8 @@ def test_all_results_fit_into_80_columns(monkeypatch: pytest.MonkeyPatch, capsys
     print_choice(choice)
     shown = capsys.readouterr().out
     assert max(map(len, shown.splitlines())) <= 80 and shown.count("candidate ") == len(PROTOCOLS["unknown"])
+    kinds = [trial.candidate.kind for trial in choice.trials_to_show()]
+    assert choice.chosen in choice.trials_to_show() and len(kinds) == len(set(kinds))
     trials = [*choice.trials_to_show(), *filter(None, (choice.mixed, choice.without_new_model))]
     gains = [gain for trial in trials for _, _, gain in trial.cells()]
     assert gains and all(gain_with_interval(gain.mean, gain.low, gain.high) in shown for gain in gains)

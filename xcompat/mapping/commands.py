@@ -32,14 +32,13 @@ from xcompat.models.embedder import Embedder, load_embedder
 from xcompat.stores.places import Place
 from xcompat.vectors.codecs import require_codec
 
-_REFUSED = "No map was written: {reason}. Add {missing}, or write the best candidate with --allow-worse."
 _IMAGES_ONLY = "! All pairs are images: text queries are not tested, and can find less than the old model's."
 _NEEDS_STRONG_EVIDENCE = (
     "without classes (--labels) or --old-model, a map needs strong evidence: its queries must find "
     f"{MUCH_MORE:g} times as many of the new model's neighbours as old queries do"
 )
-_WORSE = "no candidate is surely at or above old queries"
-_NO_EVIDENCE = "without classes or captions, the evidence for new queries is too weak (see above)"
+_WORSE = "no candidate is surely at or above old queries. Add {missing}"
+_NO_EVIDENCE = "without classes or captions, the evidence for new queries is too weak. Add what is named above"
 
 
 class _Decision(NamedTuple):
@@ -166,12 +165,13 @@ def _print_result(asked: MapRequest, decided: _Decision) -> None:
 
 
 def _print_refusal(asked: MapRequest, decided: _Decision, both: bool) -> None:
-    is_unlabelled = decided.choice is None or decided.choice.of_agreement
-    missing = ["items", *(["classes", "captions"] if is_unlabelled else []), *([] if both else ["the old model (--old-model)"])]
+    if decided.choice is not None and decided.choice.of_agreement:
+        said = _NO_EVIDENCE
+    else:
+        missing = "items, classes, captions" if decided.choice is None else "items"
+        said = _WORSE.format(missing=missing if both else f"{missing} or the old model (--old-model)")
     kept = f" The embeddings stay in {literal(_cache_folder(asked))} for the next run." if asked.texts is not None else ""
-    reason = _NO_EVIDENCE if decided.choice is not None and is_unlabelled else _WORSE
-    said = _REFUSED.format(reason=reason, missing=" or ".join(filter(None, (", ".join(missing[:-1]), missing[-1]))))
-    console.print(said + kept, soft_wrap=True)
+    console.print(f"No map was written: {said}, or write the best candidate with --allow-worse.{kept}", soft_wrap=True)
 
 
 def _compare_with_gallery(found: TextPairs, gallery: Path | None, remembers: bool) -> TextPairs:

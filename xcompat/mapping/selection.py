@@ -143,10 +143,12 @@ class Choice:
         return best + careful * (self.than is None)
 
     def trials_to_show(self) -> list[Trial]:
-        """Return the best trial per kind of candidate, and the chosen trial."""
-        kinds = dict.fromkeys(trial.candidate.kind for trial in self.trials)
-        best = [select_best((trial for trial in self.trials if trial.candidate.kind == kind), self.than) for kind in kinds]
-        return [trial for trial in self.trials if trial is self.chosen or any(trial is each for each in best)]
+        """Return a trial per kind of candidate: the chosen one, or the best of its kind."""
+        kinds: dict[str, list[Trial]] = {}
+        for trial in self.trials:
+            kinds.setdefault(trial.candidate.kind, []).append(trial)
+        kinds[self.chosen.candidate.kind] = [self.chosen]
+        return [select_best(trials, self.than) for trials in kinds.values()]
 
 
 def select_best(trials: Iterable[Trial], than: Trial | None = None) -> Trial:
