@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -39,7 +40,10 @@ def write_report(path: Path, rows: Sequence[Row]) -> None:
     groups: dict[str, list[Row]] = defaultdict(list)
     for row in rows:
         groups[row.group].append(row)
-    machines = sorted({(row.date, row.machine) for row in rows})
+    dates: dict[str, set[str]] = defaultdict(set)
+    for row in rows:
+        dates[re.sub(r"^(Linux [\d.]+)[^,]*", r"\1", row.machine)].add(row.date)  # without the build of the kernel
+    machines = sorted((", ".join(sorted(found)), machine) for machine, found in dates.items())
     lines = [
         "# Faults",
         "",
@@ -49,7 +53,7 @@ def write_report(path: Path, rows: Sequence[Row]) -> None:
         "Use `make faults` to repeat all trials, or repeat a kind or operation with "
         '`python faults/long_run.py --only "killed migrations"`.',
         "",
-        *(f"- {date}: {machine}" for date, machine in machines),
+        *(f"- {found}: {machine}" for found, machine in machines),
         "",
         "| kind | trials | failures |",
         "|---|---:|---:|",

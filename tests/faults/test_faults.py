@@ -54,16 +54,27 @@ def test_rows_are_told_on_the_page(tmp_path: Path) -> None:
     assert whole(parts) == [Row("kills", "a", 5, ["x", "y"], 1.5), Row("kills", "b", 1)]
     long = [campaign for campaign in campaigns(tmp_path, long=True) if campaign.name == "xcompat train recipe.yaml"]
     assert len({campaign.part for campaign in long if campaign.group == "injected errors"}) == PARTS["xcompat train recipe.yaml"]
-    known = [Row("kills", "a", 2, ["x"], 1.0, "2026-01-01", "here", "mended"), Row("readers", "b", 1, date="2026-01-01")]
+    known = [
+        Row("kills", "a", 2, ["x"], 1.0, "2026-01-01", "Linux 6.1.2-a, here", "mended"),
+        Row("readers", "b", 1, date="2026-01-01"),
+    ]
     write_rows(tmp_path / "faults.json", known)
     anew = Row("kills", "c", 3)
     anew.end(2.0)
-    rows = updated(read_rows(tmp_path / "faults.json"), [anew, Row("readers", "b", 7, date="2026-02-01", machine="there")])
-    assert rows == [known[0], anew, Row("readers", "b", 7, date="2026-02-01", machine="there")]
+    rows = updated(
+        read_rows(tmp_path / "faults.json"), [anew, Row("readers", "b", 7, date="2026-02-01", machine="Linux 6.1.2-b, here")]
+    )
+    assert rows == [known[0], anew, Row("readers", "b", 7, date="2026-02-01", machine="Linux 6.1.2-b, here")]
     assert anew.date and "torch" in anew.machine
     write_report(tmp_path / "faults.md", rows)
     told = (tmp_path / "faults.md").read_text().splitlines()
-    lines = ["- 2026-01-01: here", "| a | 2 | 1 | 2026-01-01 |", "- a: x", "- a: mended", "| b | 7 | 0 | 2026-02-01 |"]
+    lines = [
+        "- 2026-01-01, 2026-02-01: Linux 6.1.2, here",
+        "| a | 2 | 1 | 2026-01-01 |",
+        "- a: x",
+        "- a: mended",
+        "| b | 7 | 0 | 2026-02-01 |",
+    ]
     assert not {*lines, "| **all** | 12 | 1 |"} - {*told}
     write_report(tmp_path / "faults.md", read_rows(long_run.TOLD))
     assert (tmp_path / "faults.md").read_text() == long_run.TOLD.with_suffix(".md").read_text()
