@@ -458,11 +458,7 @@ def doctor(
     words: Words = None,
     overlap: Overlap = None,
     canary: Annotated[
-        bool,
-        typer.Option(
-            "--canary",
-            help="Store ten test embeddings of the model, or compare the model with the stored ones.",
-        ),
+        bool, typer.Option("--canary", help="Store ten test embeddings of the model, or compare the model with the stored ones.")
     ] = False,
     record: Annotated[
         bool, typer.Option("--record", help="Record the model in the store, unless it made at most half of a sample.")
