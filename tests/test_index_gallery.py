@@ -60,6 +60,7 @@ def test_an_index_is_adopted_once_until_it_changes(tmp_path: Path, caplog: pytes
     gallery = open_index(path, OLD)
     assert ids_in(gallery) == ["0", "1", "2", "3"] and path.read_bytes() == before
     assert "does not record its model; its vectors are read as those of old@" in caplog.text
+    assert f"hits are named by the ids or row numbers in {path}; set" in caplog.text
     caplog.clear()
     assert tmp_path / "cache" in gallery.path.parents and {file.name for file in tmp_path.iterdir()} == {"cache", "own.faiss"}
     made = (gallery.path / "gallery.json").stat().st_mtime_ns

@@ -68,6 +68,8 @@ def open_index(
     with FileLock(folder.with_name(f"{folder.name}.lock")):
         if not _is_current(folder):
             shutil.rmtree(folder, ignore_errors=True)
+            if ids is None and originals is None:
+                notice(f"hits are named by the ids or row numbers in {index}; set file names or other ids with --ids")
             if old is None:
                 notice(f"{index} does not record its model; its vectors are read as those of {identity(maker)}")
             describe = partial(_metadata_of, originals) if originals is not None else None
