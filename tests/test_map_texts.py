@@ -81,7 +81,7 @@ def test_a_lost_old_model_is_known_by_vectors_in_the_order_of_the_texts(clip: st
     command = ("--old", tmp_path / "old.npy", "--new", clip, "--texts", written(tmp_path), "--out", tmp_path / "map")
     report = mapped(*command)
     assert report["items"] == len(TEXTS) and report["of_agreement"] and report["sentences"] == {}
-    assert f"The embeddings stay in {tmp_path / 'map.cache'} for further maps" in report["output"]
+    assert f"The embeddings stay in {tmp_path / 'map.cache'} for further maps with this --out" in report["output"]
     assert report["old_query_ms"] is None and "to each query" not in report["output"]
     model = AutoModel.from_pretrained(tmp_path / "map" / "model")
     with torch.no_grad():

@@ -121,7 +121,10 @@ def index_of(source: Path, model: CompatModel) -> tuple[Path, float, Fingerprint
         if not _is_own_view(model, version.fingerprint):
             model.require_version(version.fingerprint)
     if len(manifest.segments) != 1 or manifest.rows != manifest.segments[0].rows:
-        raise XcompatError(f"{source} is not a single faiss index; merge it with `xcompat gallery compact {source}`")
+        raise XcompatError(
+            f"{source} is not a single faiss index; merge it with `xcompat gallery compact {source}`, which deletes its earlier "
+            "states, or merge a copy of the folder"
+        )
     record = manifest.segments[0]
     stored = manifest.version(record.version)
     if record.adopted is not None:

@@ -157,7 +157,9 @@ def _print_result(asked: MapRequest, decided: _Decision) -> None:
     out = asked.out
     console.print(f"[green]✓[/] {literal(out / 'model')}: {literal(decided.candidate)}", soft_wrap=True)
     if asked.texts is not None:
-        kept = f"The embeddings stay in {literal(_cache_folder(asked))} for further maps; delete it after the last"
+        kept = (
+            f"The embeddings stay in {literal(_cache_folder(asked))} for further maps with this --out; delete it after the last"
+        )
         console.print(kept, soft_wrap=True)
     if asked.direction == "old_to_new":
         following = f"`xcompat migrate plan URI --from OLD_MODEL --model {literal(out)}`, or `xcompat gallery upgrade`"
