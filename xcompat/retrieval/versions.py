@@ -277,7 +277,7 @@ def notice_missing_old(model: Model) -> None:
     if compat is not None and compat.config.old_share is not None:
         notice_once(
             f"{identity(model)} was fitted to search together with queries of the old model, which are missing here; new "
-            "queries alone may find less than old queries"
+            "queries alone may find less than old queries. `xcompat gallery search`, `xcompat serve` and the pipeline use both"
         )
 
 
