@@ -152,6 +152,7 @@ def test_a_gallery_names_its_model_for_half_way_queries(folder_of: dict[str, str
     changed = mapped("--old", gallery, "--new", new, "--texts", texts, "--out", tmp_path / "changed")
     assert f"{old} has changed since it made {gallery}" in changed["output"] and changed["model"]["old_share"] == 0
     shutil.rmtree(old)
+    Path(old).mkdir()
     gone = mapped("--old", gallery, "--new", new, "--texts", texts, "--out", tmp_path / "gone")
     assert "old model:" not in gone["output"] and gone["old"]["fingerprint"] == report["old"]["fingerprint"]
 

@@ -34,12 +34,15 @@ def load_old_model(name: str | None, place: Place | None, dim: int, other_dim: i
         if not is_loadable(name):
             return None
         old = load_embedder(name)
-        require_dim(old, dim, "--old-model", other_dim)
+        require_dim(old, dim, "the old model", other_dim)
         return old
     known = find_stored_model(place) if place is not None else None
     if known is None or known[0].is_name_only or not is_downloaded(known[0].name):
         return None
-    old = load_embedder(known[0].name)
+    try:
+        old = load_embedder(known[0].name)
+    except XcompatError:  # e.g. another folder has its name now
+        return None
     if old.version != known[0]:
         notice(f"{old.name} has changed since it made {place}: its queries are not used; set --old-model to the unchanged model")
         return None
@@ -47,11 +50,11 @@ def load_old_model(name: str | None, place: Place | None, dim: int, other_dim: i
     return old
 
 
-def require_dim(model: Embedder, dim: int, option: str, other_dim: int | None = None) -> None:
+def require_dim(model: Embedder, dim: int, role: str, other_dim: int | None = None) -> None:
     """Raise if a model's dimension differs from the given embeddings' dimension; ``other_dim`` is that of the other side."""
     if model.dim != dim:
         swapped = "; --old and --new look swapped" if model.dim == other_dim else ""
-        raise XcompatError(f"{option} {model.name} has {model.dim} dimensions, but the given embeddings have {dim}{swapped}")
+        raise XcompatError(f"{role} {model.name} has {model.dim} dimensions, but the given embeddings have {dim}{swapped}")
 
 
 def name_old_model(asked: MapRequest) -> str | None:
