@@ -18,6 +18,8 @@ from xcompat.retrieval.doctor import SAME
 from xcompat.retrieval.gallery import Gallery
 
 FILE = "canary.json"
+FIX = "go back to the earlier version of the model or its library, or re-embed the gallery"
+"""The fix for a model that no longer makes its canary, for messages."""
 TEXTS = (
     *(
         "a red shoe on a table",

@@ -420,6 +420,7 @@ def doctor(gallery: Gallery, embedder: Embedder, originals: Originals, sample: i
 
 def check_canary(gallery: Gallery, embedder: Embedder) -> dict[str, Any]:
     """Store a model's canary, or print whether the model still makes the stored one; return the result."""
+    from xcompat.retrieval.canary import FIX
     from xcompat.retrieval.canary import check_canary as check
 
     found = check(gallery, embedder, store=True)
@@ -430,7 +431,7 @@ def check_canary(gallery: Gallery, embedder: Embedder) -> dict[str, Any]:
     else:
         said = "still makes" if found.passed else "no longer makes"
         mark = "[green]✓[/]" if found.passed else "[red]✗[/]"
-        fix = "" if found.passed else ": go back to the earlier version of the model or its library, or re-embed the gallery"
+        fix = "" if found.passed else f": {FIX}"
         console.print(f"{mark} {name} {said} the ten test embeddings (smallest cosine {found.cosine:.4f}){fix}", soft_wrap=True)
     return {"passed": found.passed, "cosine": found.cosine, "stored": found.is_new, "model": found.model.digest}
 

@@ -17,7 +17,7 @@ from xcompat.models.base import CompatModel
 from xcompat.models.embedder import Embedder, load_embedder
 from xcompat.report import load_report
 from xcompat.retrieval import Gallery
-from xcompat.retrieval.canary import check_canary
+from xcompat.retrieval.canary import FIX, check_canary
 from xcompat.retrieval.fallback import old_model_of
 from xcompat.retrieval.index_gallery import open_index, require_ids
 from xcompat.retrieval.manifest import CURRENT
@@ -87,7 +87,7 @@ def _check_canary(shelf: Shelf, side: Side) -> None:
     if found is not None and not found.passed:
         notice(
             f"{side.embedder.name} no longer makes the test embeddings of {shelf.path} (smallest cosine {found.cosine:.2f}), "
-            "so it can find less: go back to the earlier version of the model or its library, or re-embed the gallery"
+            f"so it can find less: {FIX}"
         )
 
 
