@@ -27,6 +27,7 @@ from xcompat.mapping.query_cost import describe_old_query_ms, measure_query_ms
 from xcompat.mapping.request import MADE_BY, MapRequest
 from xcompat.mapping.selection import MUCH_MORE, Choice
 from xcompat.mapping.sentences import Texts
+from xcompat.mapping.sides import holds_embeddings
 from xcompat.models import CompatModel
 from xcompat.models.embedder import Embedder, load_embedder
 from xcompat.stores.places import Place
@@ -254,7 +255,8 @@ def _read_pairs(asked: MapRequest, remembering: MemorySettings) -> tuple[TextPai
 
 def _place_of_old_model(asked: MapRequest) -> Place | None:
     """Return the old side if a model of queries could be mixed with the model that it records."""
-    has_new = asked.new_model is not None or (asked.texts is not None and asked.texts.embed_with is None)
+    embeds_new = asked.texts is not None and asked.texts.embed_with is None and not holds_embeddings(asked.new)
+    has_new = asked.new_model is not None or embeds_new
     return asked.old if has_new and asked.direction == "new_to_old" else None
 
 
