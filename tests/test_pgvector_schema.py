@@ -436,7 +436,9 @@ def test_the_model_of_a_part_is_recorded_by_its_condition(
     assert run_xcompat("gallery", "doctor", uri, "--record", "--model", "code-model", "--where", code)[0] == 0
     made = [xcompat.stores.open(uri, part).spaces()["embedding"].fingerprint for part in (code, DOCS)]
     assert made == [Fingerprint.from_string("code-model"), Mapping(model).target[0]]
-    assert "--where applies to stores" in run_xcompat.refusal("gallery", "doctor", "here", "--model", "m", "--where", code)
+    assert "--where works only with PostgreSQL tables" in run_xcompat.refusal(
+        "gallery", "doctor", "here", "--model", "m", "--where", code
+    )
 
 
 def test_changed_rows_are_caught_up_or_left_out(store: Store, database: Any, model: RidgeModel, vectors: np.ndarray) -> None:

@@ -473,7 +473,7 @@ def doctor(
     if record and not is_address(gallery):
         raise XcompatError("--record applies to stores; a gallery records its models itself, so remove it")
     if where is not None and not is_address(gallery):
-        raise XcompatError("--where applies to stores; remove it to check the whole gallery")
+        raise XcompatError("--where works only with PostgreSQL tables; remove it to check the whole gallery")
     if canary:
         if images is not None or image_folder is not None or texts or is_address(gallery):
             raise XcompatError("--canary needs only a gallery's folder and --model; remove the other options")

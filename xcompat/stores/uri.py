@@ -82,7 +82,7 @@ class StoreUri:
         Args:
             option: option name.
             known: suitable columns.
-            what: description of such columns for messages.
+            what: description of suitable columns, for messages.
 
         Raises:
             XcompatError: the column is unsuitable, or the choice ambiguous.
