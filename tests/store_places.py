@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -423,12 +424,91 @@ class MilvusPlace(Place):
         return names, made, rows
 
 
+def short_sleep(seconds: float, sleep: Callable[[float], None] = time.sleep) -> None:
+    """Let the client of Milvus ask after 10 ms whether an index is there, not after half a second."""
+    sleep(min(seconds, 0.01))
+
+
 @contextmanager
 def milvus_place(request: pytest.FixtureRequest, folder: Path) -> Iterator[Place]:
     pymilvus = pytest.importorskip("pymilvus")
     client = pymilvus.MilvusClient(str(folder / "milvus.db"))
-    yield MilvusPlace(f"milvus://{folder / 'milvus.db'}", client)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("time.sleep", short_sleep)
+        yield MilvusPlace(f"milvus://{folder / 'milvus.db'}", client)
     client.close()
+
+
+class MilvusFieldsPlace(MilvusPlace):
+    """A collection on a stand-in for a Milvus 3 server, which is migrated in place.
+
+    Its services ask the records which field is searched, as others change the name in their settings. They also write the old
+    field, which is required until it is dropped.
+    """
+
+    into = "vector_new"
+
+    def uri(self, **options: str) -> str:
+        return f"{self.address}?collection=items&in_place=true"
+
+    def finished(self, space: str) -> str:
+        return self.into
+
+    def fields(self) -> dict[str, int]:
+        """Return the dimension of each vector field."""
+        fields = self.client.describe_collection("items")["fields"]
+        return {one["name"]: int(one["params"]["dim"]) for one in fields if "dim" in one["params"]}
+
+    def searched(self) -> str:
+        found = self.client.get("xcompat_records", ["items/migration"]) if self.client.has_collection("xcompat_records") else []
+        begun = found[0]["value"].get("in_place") if found else None
+        return str(begun["searched"]) if begun else next(iter(self.fields()))
+
+    def put(self, item: str, vector_D: NDArray[np.float32], price: int = 1) -> None:
+        searched, fields = self.searched(), self.fields()
+        old = {"vector": np.full(fields["vector"], 0.5, np.float32)} if searched != "vector" and "vector" in fields else {}
+        self.client.upsert("items", [{"id": int(item), **old, searched: vector_D, "price": price}])
+
+    def dim(self) -> int:
+        return self.fields()[self.searched()]
+
+    def names(self) -> list[str]:
+        return [*super().names(), *(self.fields() if self.client.has_collection("items") else ())]
+
+    def clear(self) -> None:
+        for name in super().names():
+            self.client.drop_collection(name)
+
+    def held(self, space: str) -> str:
+        """Return the field of a space."""
+        return {"vector": self.searched(), "vector_before": "vector"}.get(space, space)
+
+    def vectors(self, space: str) -> dict[str, NDArray[np.float32]]:
+        field = self.held(space)
+        rows = self.client.query("items", filter="id >= 0", output_fields=[field])
+        return {str(row["id"]): np.array(row[field], np.float32) for row in rows if row[field] is not None}
+
+    def spoil(self, space: str, item: str, vector_D: NDArray[np.float32]) -> None:
+        self.client.upsert("items", [{"id": int(item), self.held(space): vector_D}], partial_update=True)
+
+    def everything(self) -> Any:
+        rows = self.client.query("items", filter="id >= 0", output_fields=["*"])
+        return self.client.describe_collection("items")["fields"], self.fields(), sorted(map(str, rows))
+
+
+@contextmanager
+def milvus_server_place(folder: Path) -> Iterator[Place]:
+    """Start a stand-in for a server of Milvus 3, which any address with a host reaches."""
+    pytest.importorskip("pymilvus")
+    from milvus_server import Server
+
+    server = Server(folder / "milvus.db")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("xcompat.stores.milvus.connect", server.connect)
+        patched.setattr("time.sleep", short_sleep)
+        client = server.connect()
+        yield MilvusFieldsPlace("milvus://stand-in:19530", client)
+        client.close()
 
 
 class QdrantPlace(Place):
@@ -686,6 +766,7 @@ PLACES = {
     "chroma": chroma_place,
     "lancedb": lambda _, folder: nullcontext(LancePlace(folder)),
     "milvus": milvus_place,
+    "milvus-in-place": lambda _, folder: milvus_server_place(folder),
     "qdrant": lambda _, folder: qdrant_place(folder),
     "qdrant-server": lambda *_: qdrant_server_place(),
     "qdrant-in-place": lambda _, folder: qdrant_place(folder, QdrantVectorsPlace),

@@ -197,7 +197,7 @@ def test_misfits_are_refused_in_one_line(milvus: MilvusPlace, vectors: np.ndarra
     assert not (tmp_path / "nothing.db").exists()
     for filter_ in ("price <", "no such thing"):
         refuses("field=vector: ", store.search, vectors[:1], filter=filter_)
-    refuses("only copies float32", migration.start, store, Mapping(model), dtype="float16")
+    refuses("only writes float32", migration.start, store, Mapping(model), dtype="float16")
     milvus.client.create_alias("items", "items_before")
     refuses("already has a collection 'items_before'", migration.start, store, Mapping(model))
     milvus.client.drop_alias("items_before")

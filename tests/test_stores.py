@@ -39,7 +39,7 @@ N, OLD_DIM, NEW_DIM = 300, 16, 24
 DAILY = ("postgresql", "qdrant")
 """Stores whose tests take a second; those of the others run nightly, but for a whole migration."""
 IN_PLACE = ("qdrant-in-place", "qdrant-server-in-place")
-SWITCHING = ("lancedb", "qdrant", "qdrant-server", *IN_PLACE)
+SWITCHING = ("lancedb", "milvus-in-place", "qdrant", "qdrant-server", *IN_PLACE)
 EMPTYING = ("postgresql", "lancedb", "qdrant", *IN_PLACE)
 every_store = pytest.mark.parametrize("place", PLACES, indirect=True)
 also_chroma = pytest.mark.parametrize("place", mostly_nightly(PLACES, (*DAILY, "chroma").__contains__), indirect=True)

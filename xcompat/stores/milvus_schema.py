@@ -82,13 +82,3 @@ def indexes_like(found: list[dict[str, Any]]) -> Any:  # noqa: ANN401 - pymilvus
         rest = {name: value for name, value in index.items() if name not in INDEX}
         indexes.add_index(index["field_name"], index["index_type"], index["index_name"], params=rest, **metric)
     return indexes
-
-
-def records() -> dict[str, Any]:
-    """Return the arguments to create the records collection."""
-    schema, index = MilvusClient.create_schema(), MilvusClient.prepare_index_params()
-    schema.add_field("key", DataType.VARCHAR, max_length=1024, is_primary=True)
-    schema.add_field("value", DataType.JSON)
-    schema.add_field("vector", DataType.FLOAT_VECTOR, dim=2)  # required by Milvus
-    index.add_index("vector", "FLAT", metric_type="L2")
-    return {"schema": schema, "index_params": index}

@@ -14,15 +14,14 @@ OPTIONS = ("vector", "metric", "api_key", "in_place")
 def open_store(uri: str) -> QdrantStore:
     """Open a collection by its address. A migration in place continues without ``in_place``."""
     parsed = StoreUri.parse(uri, OPTIONS)
-    if (given := parsed.options.get("in_place", "true")) != "true":
-        raise XcompatError(f"{parsed}: in_place={given} is unknown; use in_place=true, or remove it")
+    wanted = parsed.in_place()
     connection = connect(parsed)
     name = collection_named(parsed, connection.client, connection.name)
     with plain_errors(parsed):
         known = metadata_of(connection.client.get_collection(name))
     if RECORD in known:
         return QdrantVectors(parsed, connection)
-    if "in_place" not in parsed.options:
+    if not wanted:
         return QdrantStore(parsed, connection)
     if "migration" in known or "copies" in known:
         raise XcompatError(f"{parsed} is already being migrated into a second collection; remove in_place=")

@@ -109,6 +109,16 @@ class StoreUri:
             raise XcompatError(f"{self}: unknown metric {given!r}; {nearest(given, get_args(Metric))}")
         return cast("Metric", given)
 
+    def in_place(self) -> bool:
+        """Return whether the address asks for a migration in place.
+
+        Raises:
+            XcompatError: the value is unknown.
+        """
+        if (given := self.options.get("in_place", "true")) != "true":
+            raise XcompatError(f"{self}: in_place={given} is unknown; use in_place=true, or remove it")
+        return "in_place" in self.options
+
 
 _PATHS = ("file", "lancedb", "chroma", "sqlite")
 """Schemes with paths that can contain an @."""
