@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 from pymilvus import DataType, MilvusClient
-from pymilvus.client.types import ReplicaInfo
+from pymilvus.client.types import LoadState, ReplicaInfo
 from pymilvus.exceptions import MilvusException
 
 EVERY = 16_000
@@ -36,6 +36,7 @@ class Server:
         self.searchable: dict[str, set[str]] = {}
         self.values: dict[str, dict[Any, dict[str, Any]]] = {}
         self.reloads: list[dict[str, Any]] = []
+        self.fails_to_load = False
 
     def connect(self, *_: Any) -> Client:
         client = Client(str(self.file))
@@ -97,6 +98,7 @@ class Client(MilvusClient):
         if self._added(name).pop(field, None) is None:
             self.server.dropped.setdefault(self._real(name), set()).add(field)
         self.server.indexes.get(self._real(name), {}).pop(field, None)
+        self.server.searchable.get(self._real(name), set()).discard(field)
         for values in self._values(name).values():
             values.pop(field, None)
 
@@ -130,13 +132,22 @@ class Client(MilvusClient):
         if missing := vectors - indexed:
             raise MilvusException(message=f"there is no vector index on field: {sorted(missing)}, please create index first")
         if "replica_number" in options:
-            self.server.reloads.append(options)
+            self.server.reloads.append({key: value for key, value in options.items() if key != "_async"})
+        if self.server.fails_to_load and name != "xcompat_records":
+            raise MilvusException(message="insufficient memory")
         super().load_collection(name)
         self.server.searchable[self._real(name)] = vectors
 
     @locked
-    def describe_replica(self, *_: Any, **__: Any) -> list[ReplicaInfo]:
-        return [ReplicaInfo(number, [], [], "fast", {}) for number in (1, 2)]
+    def release_collection(self, name: str, *args: Any, **options: Any) -> None:
+        self.server.searchable.pop(self._real(name), None)
+        super().release_collection(name, *args, **options)
+
+    @locked
+    def describe_replica(self, name: str, *_: Any, **__: Any) -> list[ReplicaInfo]:
+        if self.get_load_state(name)["state"] != LoadState.Loaded:
+            raise MilvusException(message="collection not loaded")
+        return [ReplicaInfo(number, [], [], group, {}) for number, group in enumerate(("fast", "fast", "slow"))]
 
     @locked
     def drop_collection(self, name: str, *args: Any, **options: Any) -> None:
@@ -157,15 +168,18 @@ class Client(MilvusClient):
             return self._put(name, data, super().upsert)
         key, rows = self._key(name), data if isinstance(data, list) else [data]
         held = {row[key]: row for row in self.query(name, f"{key} in {[row[key] for row in rows]}", ["*"])}
-        if any(row[key] not in held for row in rows):
-            raise MilvusException(message="fieldSchema(vector) has no corresponding fieldData pass in")
-        return self._put(name, [{**held[row[key]], **row} for row in rows], super().upsert)
+        fields = self.describe_collection(name)["fields"]
+        required = {one["name"] for one in fields if not one.get("nullable") and one.get("default_value") is None}
+        if any(row[key] not in held and required - row.keys() for row in rows):
+            raise MilvusException(message=f"fieldSchema({min(required)}) has no corresponding fieldData pass in")
+        return self._put(name, [{**held.get(row[key], {}), **row} for row in rows], super().upsert)
 
     def _put(self, name: str, data: Any, write: Callable[..., Any]) -> Any:
         rows, added = data if isinstance(data, list) else [data], self._added(name)
         dropped = self.server.dropped.get(self._real(name), set())
         made = super().describe_collection(name)["fields"]
-        empty = {one["name"]: [0.0] * int(one["params"]["dim"]) for one in made if one["name"] in dropped}
+        dims = {one["name"]: one["params"].get("dim") for one in made if one["name"] in dropped}
+        empty = {field: [0.0] * int(dim) if dim is not None else None for field, dim in dims.items()}
         for field, one in added.items():
             sizes = {len(row[field]) for row in rows if row.get(field) is not None and one["type"] == DataType.FLOAT_VECTOR}
             if sizes - {one["params"].get("dim")}:
@@ -218,12 +232,16 @@ class Client(MilvusClient):
         return Pages(self, name, pages, output_fields) if added else pages
 
     @locked
-    def search(self, name: str, data: Any, *, filter: str = "", anns_field: str, limit: int = 10, **options: Any) -> Any:  # noqa: A002
+    def search(self, name: str, data: Any, *, filter: str = "", anns_field: str = "", limit: int = 10, **options: Any) -> Any:  # noqa: A002
+        fields = [one["name"] for one in self.describe_collection(name)["fields"] if one["type"] == DataType.FLOAT_VECTOR]
+        if not anns_field and len(fields) > 1:
+            raise MilvusException(message="multiple anns_fields exist, please specify a anns_field in search_params")
+        anns_field = anns_field or fields[0]
         if anns_field in self.server.dropped.get(self._real(name), set()):
             raise MilvusException(message=f"field {anns_field} not exist")
         if anns_field not in self._added(name):
             return super().search(name, data, filter, limit, anns_field=anns_field, **options)
-        if anns_field not in self.server.searchable[self._real(name)]:
+        if anns_field not in self.server.searchable.get(self._real(name), set()):
             raise MilvusException(message=f"field {anns_field} is not loaded, please reload the collection")
         key, index = self._key(name), self.server.indexes[self._real(name)][anns_field]
         held = {item: values[anns_field] for item, values in self._values(name).items() if anns_field in values}

@@ -16,6 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+import xxhash
 from numpy.typing import NDArray
 
 import xcompat.stores
@@ -489,7 +490,11 @@ class MilvusFieldsPlace(MilvusPlace):
         return {str(row["id"]): np.array(row[field], np.float32) for row in rows if row[field] is not None}
 
     def spoil(self, space: str, item: str, vector_D: NDArray[np.float32]) -> None:
-        self.client.upsert("items", [{"id": int(item), self.held(space): vector_D}], partial_update=True)
+        """Write a vector with the state that belongs to it: one without is that of a service, and made again."""
+        state = self.client.get("items", ids=[int(item)], output_fields=["xcompat_state"])[0]["xcompat_state"]
+        belonging = state[:16] + xxhash.xxh3_64_hexdigest(vector_D.astype(np.float32).tobytes())
+        row = {"id": int(item), self.held(space): vector_D, "xcompat_state": belonging}
+        self.client.upsert("items", [row], partial_update=True)
 
     def everything(self) -> Any:
         rows = self.client.query("items", filter="id >= 0", output_fields=["*"])

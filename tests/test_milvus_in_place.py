@@ -29,6 +29,8 @@ KIND = pymilvus.DataType
 SCHEMA = ("add_collection_field", "create_index", "release_collection", "load_collection", "drop_collection_field")
 WRITES = (*SCHEMA, "insert", "upsert", "delete", "create_collection")
 """Requests that change something, and those that change more than rows."""
+LOAD = {"replica_number": 3, "resource_groups": ["fast", "fast", "slow"]}
+"""How the stand-in loads collections."""
 
 
 @pytest.fixture(scope="module")
@@ -110,12 +112,12 @@ def test_the_commands_migrate_a_field_beside_the_old_one(
     opened()
     using = ["--model", str(tmp_path / "map")]
     planned = said("migrate", "plan", address(), *using)
-    assert "your services must change image to the new name (anns_field=)" in planned
+    assert "your services must change image to the new name (anns_field=)" in planned and "after start" not in planned
     assert "start first reloads items: until Milvus has loaded it again, searches fail" in planned
     assert "until finish, services must also write image, which is required" in planned
     assert names(shop) == first and "time to live" not in planned
     assert f"{N} rows written" in said("migrate", "start", address(), *using, "--into", "image_l14")
-    assert server.reloads == [{"replica_number": 2, "resource_groups": ["fast"]}]
+    assert server.reloads == [LOAD]
     assert names(shop) == [*first, "xcompat_state", "image_l14"]
     new = shop.describe_index("items_v1", "image_l14")
     assert (new["index_type"], new["metric_type"], new["field_name"]) == ("HNSW", "IP", "image_l14")
@@ -212,20 +214,26 @@ def test_what_services_write_meanwhile_is_missing_and_then_filled(shop: Any, vec
     wanted = mapping(np.stack([*expected.values()]))
     np.testing.assert_allclose(np.stack([found[f"é{number}"] for number in expected]), wanted, atol=1e-5)
     assert held(shop)["é7"]["price"] == 99
-    new = mapping(vectors[50:52])
+    new = mapping(vectors[50:53])
     shop.upsert("items_v1", [row_of(3, vectors[2], image_new=new[0])])
     shop.upsert("items_v1", [{"sku": "é4", "image_new": new[1]}], partial_update=True)
+    shop.upsert("items_v1", [{"sku": "é5", "image": vectors[55], "image_new": new[2]}], partial_update=True)
     assert migration.status(store)[1] == 0, "services' new vectors are newer than mapped ones"
     shop.upsert("items_v1", [row_of(9, vectors[52])])  # by a service that has still the old name
     assert migration.status(store)[1] == 1
-    assert migration.rollback(store)[1] == 1, "nobody knows whether the old vector of 3 is of the same input as its new one"
+    found = field(shop, "image_new")
+    np.testing.assert_allclose([found["é3"], found["é4"], found["é5"]], new, atol=1e-6)
+    assert migration.rollback(store)[1] == 3, "nobody knows whether the old vectors of 3, 4 and 5 are of the same inputs"
+    assert migration.status(store)[1] == 4
     migration.switch(store, mapping)
     found = field(shop, "image_new")
-    np.testing.assert_allclose([found["é3"], found["é9"]], mapping(np.stack([vectors[2], vectors[52]])), atol=1e-5)
-    np.testing.assert_allclose(found["é4"], new[1], atol=1e-6)
+    olds = np.stack([vectors[2], changed[4], vectors[55], vectors[52]])
+    np.testing.assert_allclose([found[item] for item in ("é3", "é4", "é5", "é9")], mapping(olds), atol=1e-5)
+    shop.upsert("items_v1", [{"sku": "é6", "image_new": None}], partial_update=True)
+    assert migration.status(store)[1] == 1, "a removed vector is missing"
 
 
-def test_a_partial_update_sends_the_key_and_the_partition_alone(
+def test_a_partial_update_sends_the_key_and_the_new_fields_alone(
     shop: Any, vectors: np.ndarray, mapping: Mapping, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So services' changes between the reading and the writing of a row are kept, also that they delete it."""
@@ -236,13 +244,13 @@ def test_a_partial_update_sends_the_key_and_the_partition_alone(
         if options.get("partial_update") and not sent:
             sent.append({key for row in data for key in row})
             shop.delete("items_v1", ids=["é2", "é40"])
-            shop.upsert("items_v1", [{"sku": "é5", "price": 77}], partial_update=True)
+            shop.upsert("items_v1", [{"sku": "é5", "price": 77, "shop": "moved"}], partial_update=True)
         return write(name, data, **options)
 
     monkeypatch.setattr(store.client, "upsert", disturbed)
     assert migration.start(store, mapping).written == N - 2
-    assert sent == [{"sku", "shop", "image_new", "xcompat_state"}]
-    assert held(shop)["é5"]["price"] == 77 and not {"é2", "é40"} & held(shop).keys()
+    assert sent == [{"sku", "image_new", "xcompat_state"}]
+    assert (held(shop)["é5"]["price"], held(shop)["é5"]["shop"]) == (77, "moved") and not {"é2", "é40"} & held(shop).keys()
     assert migration.verify(store, mapping).passed and store.count("image_new") == N - 2 == store.count("image")
 
 
@@ -321,19 +329,113 @@ def test_what_cannot_be_migrated_in_place_is_refused_in_one_line(
 def test_a_killed_reload_is_ended_with_the_same_replicas(
     server: Server, shop: Any, mapping: Mapping, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store: Any = opened()
-    monkeypatch.setattr(store.client, "release_collection", kill_when_empty(store.client.release_collection, iter(())))
-    with pytest.raises(KeyboardInterrupt):
+    for verb in ("start", "rollback"):
+        store: Any = opened()
+        monkeypatch.setattr(store.client, "release_collection", kill_when_empty(store.client.release_collection, iter(())))
+        with pytest.raises(KeyboardInterrupt):
+            migration.start(store, mapping)
+        assert not server.reloads
+        if verb == "start":
+            migration.start(opened(), mapping)
+            assert migration.verify(opened(), mapping).passed
+        migration.rollback(opened())
+        assert server.reloads == [LOAD] and opened().record(migration.RECORD) is None
+        shop.search("items_v1", [[1.0] * OLD_DIM], anns_field="image")
+        server.reloads.clear()
+
+
+def test_a_collection_that_cannot_be_loaded_again_is_named_until_it_can(server: Server, shop: Any, mapping: Mapping) -> None:
+    before, server.fails_to_load = names(shop), True
+    said = "insufficient memory; searches fail until it is loaded: run `xcompat migrate rollback`"
+    refuses(said, migration.start, opened(), mapping)
+    assert names(shop) == before
+    server.fails_to_load = False
+    migration.rollback(opened())
+    assert server.reloads[-1] == LOAD and opened().record(migration.RECORD) is None
+    shop.search("items_v1", [[1.0] * OLD_DIM], anns_field="image")
+
+
+@pytest.mark.parametrize("requests", mostly_nightly([SCHEMA, WRITES], SCHEMA.__eq__), ids=["schema", "all"])
+def test_a_killed_rollback_can_be_followed_by_start(
+    server: Server, shop: Any, vectors: np.ndarray, mapping: Mapping, monkeypatch: pytest.MonkeyPatch, requests: tuple[str, ...]
+) -> None:
+    """No row keeps the state of a vector that was dropped with its field."""
+    for at in itertools.count():
+        store, left = opened(), iter(range(at))
         migration.start(store, mapping)
-    assert not server.reloads
+        assert migration.verify(store, mapping).passed
+        killed = False
+        with monkeypatch.context() as patched:
+            for name in requests:
+                patched.setattr(store.client, name, kill_when_empty(getattr(store.client, name), left))
+            try:
+                migration.rollback(store)
+            except KeyboardInterrupt:
+                killed = True
+        migration.start(opened(), mapping)
+        assert migration.verify(opened(), mapping).passed and len(field(shop, "image_new")) == N
+        migration.rollback(opened())
+        if not killed:
+            break
+    assert at >= 2
+
+
+def test_a_collection_made_by_a_migration_is_migrated_in_place(shop: Any, mapping: Mapping, vectors: np.ndarray) -> None:
+    """Its states of the earlier migration are dropped, and stores that were open before do not mix the two kinds."""
+    plain, store = opened(in_place=""), opened()
+    migration.start(plain, mapping, "items_copy")
+    refuses("already being migrated into a second collection; remove in_place=", migration.start, store, mapping)
+    migration.switch(plain, mapping)
+    migration.finish(plain)
+    plain = xcompat.stores.open(address(in_place=""))
+    plain.name_model(plain.space, OLD)
+    store = opened()
+    again = Mapping(map_of_galleries(vectors @ np.eye(OLD_DIM, NEW_DIM, dtype=np.float32), OLD_DIM))
+    migration.start(store, again, "image_c")
+    refuses("is being migrated in place; open it again", migration.status, plain)
+    assert plain.spaces().keys() == {"items"}, "it is searched as before"
+    assert migration.verify(store, again).passed
+    migration.switch(store, again)
+    migration.finish(store)
+    fields = [one["name"] for one in shop.describe_collection("items")["fields"]]
+    assert "image_c" in fields and not {"image", "xcompat_state"} & set(fields)
+
+
+def test_plan_names_what_breaks_searches_of_services(server: Server, mapping: Mapping) -> None:
+    """Milvus asks for the field as soon as there are two, and counts the time to live from the last write."""
+    client, index = server.connect(), pymilvus.MilvusClient.prepare_index_params()
+    schema = client.create_schema()
+    schema.add_field("sku", KIND.VARCHAR, max_length=20, is_primary=True)
+    schema.add_field("image", KIND.FLOAT_VECTOR, dim=OLD_DIM)
+    index.add_index("image", "FLAT", metric_type="IP")
+    client.create_collection("items", schema=schema, index_params=index, consistency_level="Strong")
+    client.insert("items", [{"sku": str(row), "image": np.eye(OLD_DIM)[row]} for row in range(OLD_DIM)])
+    client.alter_collection_properties("items", {"collection.ttl.seconds": 10**6})
+    notes = migration.plan(opened(), mapping).notes
+    assert notes[0] == "after start, searches without anns_field=image fail: set it in your services first"
+    assert "their time to live begins again" in notes[-1]
+    client.search("items", [[1.0] * OLD_DIM])
     migration.start(opened(), mapping)
-    assert server.reloads == [{"replica_number": 2, "resource_groups": ["fast"]}]
-    assert migration.verify(opened(), mapping).passed
+    with pytest.raises(pymilvus.MilvusException, match="multiple anns_fields exist"):
+        client.search("items", [[1.0] * OLD_DIM])
+    client.close()
 
 
-def test_plan_says_that_times_to_live_begin_again(shop: Any, mapping: Mapping) -> None:
-    shop.alter_collection_properties("items_v1", {"collection.ttl.seconds": 10**6})
-    assert "their time to live begins again" in migration.plan(opened(), mapping).notes[3]
+def test_a_switch_costs_a_search_one_record(shop: Any, vectors: np.ndarray, mapping: Mapping) -> None:
+    """An open store reads the record of the searched field again, and nothing else."""
+    store, other = opened(), opened()
+    store.search(vectors[:1])
+    asked: list[str] = []
+    for name in ("get", "query", "has_collection"):
+        call = getattr(store.client, name)
+        setattr(
+            store.client, name, lambda *args, call=call, name=name, **options: (asked.append(name), call(*args, **options))[1]
+        )
+    store.search(vectors[:1])
+    assert asked == ["has_collection", "get"]
+    migration.start(other, mapping)
+    migration.switch(other, mapping)
+    assert store.search(mapping(vectors[7:8]), 1)[0][0].id == "é7"
 
 
 def test_a_collection_that_is_not_loaded_again_is_not_migrated(
@@ -343,7 +445,7 @@ def test_a_collection_that_is_not_loaded_again_is_not_migrated(
     store: Any = opened()
     before = held(shop), names(shop)
     monkeypatch.setattr(store, "_reload", lambda: None)
-    refuses("Milvus did not load image_new; reload the collection, then run start again", migration.start, store, mapping)
+    refuses("Milvus did not load image_new; check its log, then run start again", migration.start, store, mapping)
     assert (held(shop), names(shop)) == before and opened().record(migration.RECORD) is None
 
 

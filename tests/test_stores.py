@@ -346,6 +346,26 @@ def test_killed_verbs(place: Place, model: RidgeModel, vectors: np.ndarray, monk
     assert place.open().describe()["dim"] == (OLD_DIM if verb == "rollback" else NEW_DIM)
 
 
+@also_chroma
+def test_a_killed_finish_is_not_rolled_back(
+    place: Place, model: RidgeModel, vectors: np.ndarray, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only a store with transactions still has the old vectors."""
+    store, mapping = filled(place, vectors[:40]), Mapping(model)
+    migration.start(store, mapping, place.into)
+    migration.switch(store, mapping)
+    monkeypatch.setattr(store, "drop_space", kill_when_empty(store.drop_space, iter(())))
+    with pytest.raises(KeyboardInterrupt):
+        migration.finish(store)
+    store = place.open()
+    if migration.migration_of(store).before in store.spaces():
+        assert store.supports_locking
+    else:
+        refuses("a killed finish deleted .*_before of .*; run `xcompat migrate finish` again", migration.rollback, store)
+    migration.finish(store)
+    assert place.open().describe()["dim"] == NEW_DIM
+
+
 def kill_when_empty(call: Callable[..., Any], left: Iterator[int]) -> Callable[..., Any]:
     """Return a call that ends its process, once it is done, if an iterator that all calls share has come to its end."""
 

@@ -467,6 +467,8 @@ def rollback(store: Store, can_delete: bool = True) -> tuple[Migration, int]:
                 raise XcompatError(f"{store.uri} has no switch to undo, so this deletes {migration.into}; confirm with --yes")
             _drop(store, migration.into)
             return migration, 0
+        if migration.state == "switched" and migration.before not in store.spaces():
+            raise XcompatError(f"a killed finish deleted {migration.before} of {store.uri}; run `xcompat migrate finish` again")
         lost = store.count(migration.space, migration.before) if migration.before in store.spaces() else 0
         with store.exclusive():
             _note(store, migration, "switching back")
@@ -561,6 +563,7 @@ def _begin_migration(
         migration.max_bad_share = migration.max_bad_share if max_bad_share is None else max_bad_share
         if migration.into in store.spaces():
             return migration
+        migration.verified = None  # a killed rollback deleted the verified vectors
     else:
         mapping.require_fit(store, dtype)
         share = MAX_BAD_SHARE if max_bad_share is None else max_bad_share

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from xcompat.core.errors import XcompatError
 from xcompat.stores.milvus_client import connect
-from xcompat.stores.milvus_fields import IN_PLACE, MilvusFields
-from xcompat.stores.milvus_records import Records
+from xcompat.stores.milvus_fields import MilvusFields
+from xcompat.stores.milvus_records import IN_PLACE, Records
 from xcompat.stores.milvus_store import MilvusStore
 from xcompat.stores.uri import StoreUri
 

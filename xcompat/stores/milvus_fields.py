@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, NotRequired, TypedDict
 
 import numpy as np
 import xxhash
@@ -16,62 +17,81 @@ from typing_extensions import override
 
 from xcompat.core.errors import XcompatError
 from xcompat.core.fingerprint import Fingerprint
+from xcompat.core.progress import advance_bar, progress_bar
 from xcompat.stores.base import BEFORE, Rows, Space
 from xcompat.stores.milvus_client import lite_file, plain_errors
-from xcompat.stores.milvus_records import Records
-from xcompat.stores.milvus_schema import STATE, indexes_like
+from xcompat.stores.milvus_records import IN_PLACE, Records
+from xcompat.stores.milvus_schema import STATE, indexes_like, mark_of
 from xcompat.stores.milvus_store import BYTES, STRONG, MilvusStore
 from xcompat.stores.uri import StoreUri
 
-IN_PLACE = "in_place"
-"""Key in a migration's record: the old ``field``, the new ``into``, which of both is ``searched``, the ``step`` of start, and
-the options to ``load`` the collection as before."""
 ROWS = 1_000
 """Maximum rows per partial update. Milvus reads and rewrites them with all their fields."""
 OLDEST = (3, 0, 1)
 """First version that adds vector fields, and whose partial updates do not undo simultaneous writes."""
+DIGITS = 16
+"""Length of a hash. The field :data:`STATE` holds the old vector's and the new one's."""
+
+
+class Change(TypedDict):
+    """State of a migration in place.
+
+    Args:
+        field: the old field.
+        into: the new field.
+        searched: which of both is searched.
+        step: ``planned``, ``adding`` once fields of ours can exist, ``ready`` once the new field is searchable.
+        load: options to load the collection as before.
+    """
+
+    field: str
+    into: str
+    searched: str
+    step: Literal["planned", "adding", "ready"]
+    load: NotRequired[dict[str, Any]]
 
 
 class MilvusFields(MilvusStore):
     """Milvus collection with vector fields, migrated in place.
 
-    Milvus cannot rename fields: the migration's record says which field is searched. The field ``xcompat_state`` holds a hash of
-    the old vector that the new one was made of. Both are written in one partial update, and no other field changes.
+    Milvus cannot rename fields: the migration's record says which field is searched. A new vector is written with the field
+    ``xcompat_state`` in one partial update, and no other field changes.
     """
 
     renames: ClassVar[bool] = False
 
     def __init__(self, uri: StoreUri, client: MilvusClient, records: Records) -> None:
         super().__init__(uri, client, records)
-        self.space = begun["field"] if (begun := self._own_begun()) is not None else self.field
+        self.space = self.change["field"] if self.change is not None and self._is_own(self.change) else self.field
         self.spaces()
 
     # ------------------------------------------------------------------------------------------------- fields
 
     @override
     def _open_collection(self) -> dict[str, Any]:
-        made = self._describe_collection(self.records.about)
-        self.begun, self.into, self.names = self._read_begun(), "", dict[str, str]()
-        self.kept = [one["name"] for one in made["fields"] if one.get("is_primary") or one.get("is_partition_key")]
-        with plain_errors(self.uri):
-            state = self.client.get_load_state(self.records.about)["state"]
-        if state != LoadState.Loaded:  # loading a loaded collection fails while its new field has no index
+        self.change, self.into, self.vector_fields = self._read_change(), "", dict[str, str]()
+        description = self._describe_collection(self.records.about)
+        if not self._is_loaded() and (self.change is None or self.change["step"] != "adding"):  # the new field may lack an index
             self._load(self.records.about)
-        return made
+        return description
+
+    def _is_loaded(self) -> bool:
+        with plain_errors(self.uri):
+            return bool(self.client.get_load_state(self.records.about)["state"] == LoadState.Loaded)
 
     @override
     def _load(self, name: str) -> None:
-        if self.begun is None or "load" not in self.begun:
+        if self.change is None or "load" not in self.change:
             super()._load(name)
             return
         with plain_errors(self.uri):
-            self.client.load_collection(name, **self.begun["load"])
+            self.client.load_collection(name, **self.change["load"])
 
     @override
     def _vector_field(self, known: list[str]) -> str:
-        given = self.uri.options.get("field")
-        if self.begun is not None and given in (None, self.begun["field"], self.begun["into"]):
-            return str(self.begun["field" if self.begun["field"] in known else "into"])  # a killed finish can have dropped it
+        given, change = self.uri.options.get("field"), self.change
+        if change is not None and given in (None, change["field"], change["into"]):
+            return change["field"] if change["field"] in known else change["into"]  # a killed finish can have dropped it
         return super()._vector_field(known)
 
     def _fields(self) -> dict[str, dict[str, Any]]:
@@ -83,48 +103,50 @@ class MilvusFields(MilvusStore):
 
     @override
     def _field(self, space: str) -> str:
-        if space not in self.names:
+        if space not in self.vector_fields:
             self.spaces()
-        return self.names[space]
+        return self.vector_fields[space]
 
     @override
     def _fields_read(self, space: str, content: str | None) -> list[str]:
-        named = [*self.kept, self._field(space), *([STATE] if STATE in self._fields() else [])]
+        named, fields = [self.key, self._field(space)], self._fields()
+        if self.change is not None and self.change["step"] == "ready":
+            named += [name for name in (self.change["field"], self.change["into"], STATE) if name in fields]
         return list(dict.fromkeys([*named, *([content] if content is not None else [])]))
 
-    def _read_begun(self) -> dict[str, Any] | None:
-        found: dict[str, Any] | None = (self.records.read("migration") or {}).get(IN_PLACE)
-        return found
+    def _read_change(self) -> Change | None:
+        change: Change | None = (self.records.read("migration") or {}).get(IN_PLACE)
+        return change
 
-    def _is_own(self, begun: dict[str, Any]) -> bool:
-        """Return whether a migration is this field's. The collection can have another field's."""
-        return self.field in (begun["field"], begun["into"])
-
-    def _own_begun(self) -> dict[str, Any] | None:
-        begun = self._read_begun()
-        return begun if begun is not None and self._is_own(begun) else None
+    def _is_own(self, change: Change) -> bool:
+        """Return whether a change is this field's. The collection can have another field's."""
+        return self.field in (change["field"], change["into"])
 
     @override
     def spaces(self) -> dict[str, Space]:
-        known, self.begun = self._fields(), self._own_begun()
-        if self.begun is None and self.space not in known and self.into in known:  # after finish
+        known, change = self._fields(), self._read_change()
+        self.change = change if change is not None and self._is_own(change) else None
+        if self.change is None and self.space not in known and self.into in known:  # after finish
             self.space = self.field = self.into
-        self.names = {self.space: self.field}
-        if (begun := self.begun) is not None:
-            self.into = begun["into"]
-            if begun["searched"] == self.into:
-                self.names = {self.space: self.into, self.space + BEFORE: begun["field"]}
-            elif begun["step"] == "ready":
-                self.names[self.into] = self.into
-        self.names = {name: field for name, field in self.names.items() if field in known}
-        if self.space not in self.names:
+        found = {self.space: self.field}
+        if self.change is not None:
+            self.into = self.change["into"]
+            if self.change["searched"] == self.into:
+                found = {self.space: self.into, self.space + BEFORE: self.change["field"]}
+            elif self.change["step"] == "ready":
+                found[self.into] = self.into
+        self.vector_fields = {name: field for name, field in found.items() if field in known}
+        if self.space not in self.vector_fields:
             raise XcompatError(f"{self.uri} no longer has the field {self.field!r}; choose one with field=")
-        self._searched = {name: self._space(name) for name in self.names}
+        self._searched = {name: self._space(name) for name in self.vector_fields}
         return dict(self._searched)
 
     @override
     def _find_space(self, name: str) -> Space:
-        return self.spaces()[name]  # the same name can mean another field
+        """Return a space to search. The same name can mean another field after a switch."""
+        if name not in self._searched or self._read_change() != self.change:
+            self.spaces()
+        return self._searched[name]
 
     # ------------------------------------------------------------------------------------------------- rows
 
@@ -133,36 +155,38 @@ class MilvusFields(MilvusStore):
         return True
 
     @override
-    def _rows(self, page: list[Any], space: str, content: str | None) -> Rows:
-        rows, own = super()._rows(page, space, content), {row[self.key]: row for row in page}
-        copies = [{name: own[copy[self.key]].get(name) for name in (*self.kept, STATE)} for copy in rows.copies or []]
-        return rows._replace(states=[_hash(vector_D) for vector_D in rows.vectors_ND], copies=copies)
+    def _copy(self, row: dict[str, Any], field: str) -> dict[str, Any]:
+        return {self.key: row[self.key], STATE: self._source(row)}
+
+    def _source(self, row: dict[str, Any]) -> str | None:
+        """Return the hash of the old vector that a row's new one was made of: None if a service wrote it, "" without one."""
+        if self.change is None or (new_D := row.get(self.change["into"])) is None:
+            return ""
+        state = row.get(STATE) or ""
+        return state[:DIGITS] if state[DIGITS:] == _hash(new_D) else None
+
+    @override
+    def _state(self, row: dict[str, Any], vector_D: NDArray[np.float32], copy: dict[str, Any]) -> str:
+        """Return the hash of a row's old vector."""
+        old_D = row.get(self.change["field"]) if self.change is not None else vector_D
+        return _hash(old_D) if old_D is not None else ""
 
     @override
     def _lacking(self, other: str, own: str, rows: Rows) -> Rows:
         if self._field(other) == self._field(own):
             return rows.pick([])
-        made, keys = [copy[STATE] for copy in rows.copies or []], [copy[self.key] for copy in rows.copies or []]
-        lacks = [number for number, state in enumerate(rows.states) if made[number] != state]
-        if self.begun is None or self._field(own) != self.begun["field"]:  # new vectors not made of the old ones
-            held = self._get(other, keys, [self.key, self._field(other)])
-            olds = {item: _hash(np.asarray(row[self._field(other)], np.float32)) for item, row in held.items()}
-            return rows.pick([number for number, item in enumerate(keys) if made[number] != olds.get(item)])
-        if other == self.space:  # services' new vectors are newer
-            asked = [keys[number] for number in lacks if made[number] is None]
-            held = self._get(other, asked, [self.key, self._field(other)])
-            newer = {item for item, row in held.items() if row[self._field(other)] is not None}
-            lacks = [number for number in lacks if keys[number] not in newer]
-        return rows.pick(lacks)
+        current = {None} if other == self.space else set()  # after the switch, vectors of services are current
+        sources = [copy[STATE] for copy in rows.copies or []]
+        return rows.pick([row for row, state in enumerate(rows.states) if sources[row] not in current | {state}])
 
     @override
     def write(self, space: str, rows: Rows) -> int:
         field, written = self._field(space), 0
+        size = max(1, min(ROWS, BYTES // max(rows.vectors_ND[:1].nbytes, 1)))
         new = [
-            {**copy, field: vector_D, STATE: state}
+            {self.key: copy[self.key], field: vector_D, STATE: state + _hash(vector_D)}
             for copy, vector_D, state in zip(rows.copies or [], rows.vectors_ND, rows.states, strict=True)
         ]
-        size = max(1, min(ROWS, BYTES // max(rows.vectors_ND[:1].nbytes, 1)))
         for start in range(0, len(new), size):
             written += self._update(space, new[start : start + size])
         return written
@@ -195,60 +219,79 @@ class MilvusFields(MilvusStore):
             raise XcompatError(f"{self.uri}: Milvus Lite cannot add vector fields; {copy}")
         with plain_errors(self.uri):
             version = self.client.get_server_version()
-            partitions = self.client.list_partitions(self.records.about)
         found = re.match(r"v?(\d+)\.(\d+)\.(\d+)", version)
         if found is None or tuple(map(int, found.groups())) < OLDEST:
             raise XcompatError(f"{self.uri} is Milvus {version}, but in_place= needs 3.0.1 or later; update Milvus, or {copy}")
-        made, fields = self._describe_collection(self.records.about), self._fields().values()
-        reason = None
-        if self.automatic:
-            reason = "an update could change its ids (auto_id)"
-        elif len(partitions) > 1 and not any(one.get("is_partition_key") for one in fields):
-            reason = f"an update would move rows between the partitions {', '.join(partitions)}"
-        elif made.get("functions") or made.get("struct_array_fields"):
-            reason = "xcompat does not update rows with functions or structs"
-        elif all(one.get("nullable") or one.get("is_primary") or one.get("default_value") is not None for one in fields):
-            reason = "all its fields are optional, so an update could recreate a deleted row"
-        if reason is not None:
+        if reason := self._harm():
             raise XcompatError(f"{self.uri} cannot be migrated in place: {reason}; {copy}")
+
+    def _harm(self) -> str:
+        """Return how partial updates would harm rows, or ""."""
+        made, fields = self._describe_collection(self.records.about), self._fields().values()
+        with plain_errors(self.uri):
+            partitions = self.client.list_partitions(self.records.about)
+        if self.automatic:
+            return "an update could change its ids (auto_id)"
+        if len(partitions) > 1 and not any(one.get("is_partition_key") for one in fields):
+            return f"an update would move rows between the partitions {', '.join(partitions)}"
+        if made.get("functions") or made.get("struct_array_fields"):
+            return "xcompat does not update rows with functions or structs"
+        optional = [one.get("nullable") or one.get("is_primary") or one.get("default_value") is not None for one in fields]
+        return "all its fields are optional, so an update could recreate a deleted row" if all(optional) else ""
 
     @override
     def notes(self, dim: int, dtype: str) -> list[str]:
-        is_required, made = not self._is_nullable(self.space), self._describe_collection(self.records.about)
+        made, fields = self._describe_collection(self.records.about), self._fields().values()
+        is_only = sum("VECTOR" in DataType(one["type"]).name for one in fields) == 1
         expires = "collection.ttl.seconds" in made.get("properties", {})
         return [
-            f"Milvus cannot rename fields: after switch, your services must change {self.field} to the new name (anns_field=)",
+            *([f"after start, searches without anns_field={self.field} fail: set it in your services first"] if is_only else []),
             f"start first reloads {self.records.about}: until Milvus has loaded it again, searches fail",
-            *([f"until finish, services must also write {self.field}, which is required"] if is_required else []),
+            f"Milvus cannot rename fields: after switch, your services must change {self.field} to the new name (anns_field=)",
+            *(
+                []
+                if self._is_nullable(self.space)
+                else [f"until finish, services must also write {self.field}, which is required"]
+            ),
             *(["start rewrites all rows, so their time to live begins again (collection.ttl.seconds)"] if expires else []),
         ]
 
     @override
     def add_space(self, name: str, dim: int, model: Fingerprint, dtype: str = "float32") -> None:
         self.check_space(dim, dtype)
-        begun, collection = self._own_begun(), self.records.about
-        assert begun is not None, "set_record comes first"
-        if begun["step"] == "begun":
-            if found := [field for field in (name, STATE, self.space + BEFORE) if field in self._fields()]:
-                raise XcompatError(f"{self.uri} already has a field {found[0]!r}; choose another name or delete it")
+        self.spaces()
+        assert self.change is not None, "set_record comes first"
+        if self.change["step"] == "planned":
+            self._require_names(name)
             self._note(step="adding")
-        self.records.write(self._key_of(name), {"digest": model.digest, "name": model.name})
-        known, options = self._fields(), {"nullable": True}
+        self.records.write(self._model_key(self.records.about, name), {"digest": model.digest, "name": model.name})
         with plain_errors(self.uri):
-            if STATE not in known:
-                self.client.add_collection_field(collection, STATE, DataType.VARCHAR, max_length=64, **options)
-            if name not in known:
-                self.client.add_collection_field(collection, name, DataType.FLOAT_VECTOR, dim=dim, **options)
-            if not self.client.list_indexes(collection, field_name=name):
-                own = self.client.list_indexes(collection, field_name=self.field)[0]
-                like = {**self.client.describe_index(collection, own), "field_name": name, "index_name": name}
-                self.client.create_index(collection, indexes_like([like]))
+            self._add_fields(name, dim)
             if not self._is_searchable(name, dim):
                 self._reload()
                 if not self._is_searchable(name, dim):
-                    raise XcompatError(f"{self.uri}: Milvus did not load {name}; reload the collection, then run start again")
+                    raise XcompatError(f"{self.uri}: Milvus did not load {name}; check its log, then run start again")
         self._note(step="ready")
         self.spaces()
+
+    def _require_names(self, name: str) -> None:
+        """Raise if a field has a name of the new ones."""
+        if STATE in self._fields() and mark_of(self._describe_collection(self.records.about)) is not None:
+            self._drop_field(STATE)  # of an earlier migration into a second collection
+        if found := [field for field in (name, STATE, self.space + BEFORE) if field in self._fields()]:
+            raise XcompatError(f"{self.uri} already has a field {found[0]!r}; choose another name or delete it")
+
+    def _add_fields(self, name: str, dim: int) -> None:
+        """Add the fields and an index that do not exist yet."""
+        collection, known, options = self.records.about, self._fields(), {"nullable": True}
+        if STATE not in known:
+            self.client.add_collection_field(collection, STATE, DataType.VARCHAR, max_length=64, **options)
+        if name not in known:
+            self.client.add_collection_field(collection, name, DataType.FLOAT_VECTOR, dim=dim, **options)
+        if not self.client.list_indexes(collection, field_name=name):
+            own = self.client.list_indexes(collection, field_name=self.field)[0]
+            like = {**self.client.describe_index(collection, own), "field_name": name, "index_name": name}
+            self.client.create_index(collection, indexes_like([like]))
 
     def _is_searchable(self, field: str, dim: int) -> bool:
         try:
@@ -261,12 +304,21 @@ class MilvusFields(MilvusStore):
 
     def _reload(self) -> None:
         """Release and load the collection, as Milvus only searches a new field afterwards."""
-        replicas = self.client.describe_replica(self.records.about)
-        groups = sorted({replica.resource_group for replica in replicas})
-        self._note(load={"replica_number": len(replicas), "resource_groups": groups})
-        self.begun = self._own_begun()
-        self.client.release_collection(self.records.about)
-        self._load(self.records.about)
+        collection = self.records.about
+        if self._is_loaded():
+            groups = [replica.resource_group for replica in self.client.describe_replica(collection)]
+            self._note(load={"replica_number": len(groups), "resource_groups": groups if len(set(groups)) > 1 else groups[:1]})
+            self.client.release_collection(collection)
+        change = self._read_change()
+        self.client.load_collection(collection, _async=True, **(change.get("load", {}) if change is not None else {}))
+        with progress_bar() as bar:
+            task, percent = bar.add_task(f"loading {collection}", total=100, unit="percent"), 0
+            while (found := self.client.get_load_state(collection))["state"] != LoadState.Loaded:
+                advance_bar(bar, task, int(found.get("progress", 0)) - percent)
+                percent = int(found.get("progress", 0))
+                self.renew_lease()
+                time.sleep(1)
+            advance_bar(bar, task, 100 - percent)
 
     @override
     def switch(self, space: str) -> None:
@@ -276,10 +328,10 @@ class MilvusFields(MilvusStore):
     def switch_back(self, space: str) -> None:
         self._set_searched("field")
 
-    def _set_searched(self, which: str) -> None:
-        begun = self._own_begun()
-        if begun is not None and begun[which] in self._fields():  # a killed finish can have dropped the old field
-            self._note(searched=begun[which])
+    def _set_searched(self, which: Literal["field", "into"]) -> None:
+        self.spaces()
+        if self.change is not None and self.change[which] in self._fields():
+            self._note(searched=self.change[which])
             self.spaces()
 
     @override
@@ -291,14 +343,12 @@ class MilvusFields(MilvusStore):
         if field in self._fields():
             with plain_errors(self.uri):
                 self.client.drop_collection_field(self.records.about, field)
-        self.records.write(self._key_of(field), None)
+        self.records.write(self._model_key(self.records.about, field), None)
 
     # ------------------------------------------------------------------------------------------------- records
 
-    def _key_of(self, field: str) -> str:
-        return f"model/{self._identity(self.records.about)}/{field}"
-
     def _note(self, **values: object) -> None:
+        """Change the state of the change in the migration's record."""
         found = self.records.read("migration") or {}
         self.records.write("migration", {**found, IN_PLACE: {**found[IN_PLACE], **values}})
 
@@ -307,30 +357,41 @@ class MilvusFields(MilvusStore):
         found = self.records.read(key)
         if key != "migration" or found is None:
             return found
+        if IN_PLACE not in found:
+            raise XcompatError(f"{self.uri} is already being migrated into a second collection; remove in_place=")
         return {name: value for name, value in found.items() if name != IN_PLACE} if self._is_own(found[IN_PLACE]) else None
 
     @override
     def set_record(self, key: str, value: Mapping[str, object] | None) -> None:
         """Write a record. A migration's first record also marks the collection, and its end drops the fields of ours."""
         if key != "migration":
-            super().set_record(key, value)
+            self.records.write(key, value)
             return
-        begun = self._read_begun()
-        if begun is not None and not self._is_own(begun):
+        change = self._read_change()
+        if change is not None and not self._is_own(change):
             raise XcompatError(
-                f"the field {begun['field']} of {self.uri} is already being migrated in place; run `xcompat migrate finish` or "
-                f"`rollback` with field={begun['field']} first"
+                f"the field {change['field']} of {self.uri} is already being migrated in place; run `xcompat migrate finish` or "
+                f"`rollback` with field={change['field']} first"
             )
         if value is not None:
-            new = {"field": self.field, "into": value["into"], "searched": self.field, "step": "begun"}
-            self.records.write(key, {**value, IN_PLACE: begun or new})
-        elif begun is not None:
-            if begun["step"] != "begun":  # else no field is ours
-                for field in (STATE, begun["field"] if begun["searched"] == begun["into"] else begun["into"]):
-                    self._drop_field(field)
-            self.records.write(key, None)
+            new = {"field": self.field, "into": value["into"], "searched": self.field, "step": "planned"}
+            self.records.write(key, {**value, IN_PLACE: change or new})
+        elif change is not None:
+            self._end(change)
         self.spaces()
 
+    def _end(self, change: Change) -> None:
+        """Drop all fields of ours that are not searched, load the collection, and delete the record."""
+        if change["step"] != "planned":
+            for field in (STATE, change["field"] if change["searched"] == change["into"] else change["into"]):
+                self._drop_field(field)
+            if not self._is_loaded():
+                try:
+                    self._load(self.records.about)
+                except XcompatError as error:
+                    raise XcompatError(f"{error}; searches fail until it is loaded: run `xcompat migrate rollback`") from error
+        self.records.write("migration", None)
 
-def _hash(vector_D: NDArray[np.float32]) -> str:
-    return xxhash.xxh3_64_hexdigest(vector_D.tobytes())
+
+def _hash(vector_D: object) -> str:
+    return xxhash.xxh3_64_hexdigest(np.asarray(vector_D, np.float32).tobytes())

@@ -13,6 +13,8 @@ from xcompat.stores.uri import StoreUri
 
 COLLECTION = "xcompat_records"
 """Collection with the records."""
+IN_PLACE = "in_place"
+"""Key in the record of a migration in place, with a :class:`~xcompat.stores.milvus_fields.Change`."""
 
 
 class Records:

@@ -23,7 +23,7 @@ from xcompat.stores.base import BEFORE, UNKNOWN, Rows, Space, Store
 from xcompat.stores.lease import Lease
 from xcompat.stores.milvus_client import lite_file, plain_errors
 from xcompat.stores.milvus_lite import load_collection
-from xcompat.stores.milvus_records import COLLECTION, Records
+from xcompat.stores.milvus_records import COLLECTION, IN_PLACE, Records
 from xcompat.stores.milvus_schema import MARK, STATE, indexes_like, mark_of, require_copyable, schema_like
 from xcompat.stores.uri import StoreUri
 
@@ -112,10 +112,20 @@ class MilvusStore(Store):
         return ["*"]
 
     @override
+    def added_spaces(self) -> set[str]:
+        copying = self._copying()
+        return {copying["into"], copying["space"] + BEFORE} if copying else set()
+
+    def _copying(self) -> dict[str, Any]:
+        """Return the record of a migration into a second collection, or an empty one."""
+        found = self.records.read("migration") or {}
+        return found if IN_PLACE not in found else {}
+
+    @override
     def spaces(self) -> dict[str, Space]:
         names = sorted(name for name in {self.space, *self.added_spaces()} if self._is_there(name))
         known = {name: self._space(name) for name in names}
-        into = (self.record("migration") or {}).get("into")  # not ours without a record of its model
+        into = self._copying().get("into")  # not ours without a record of its model
         self._searched = {name: one for name, one in known.items() if name != into or one.fingerprint is not None}
         return dict(self._searched)
 
@@ -129,13 +139,13 @@ class MilvusStore(Store):
         """Return a permanent name: a copy's mark, else the name before a switch."""
         return mark_of(self._describe_collection(name)) or name.removesuffix(BEFORE)
 
-    def _model_key(self, space: str) -> str:
-        """Return the key of a space's record."""
-        return f"model/{self._identity(self._collection(space))}/{self._field(space)}"
+    def _model_key(self, collection: str, field: str) -> str:
+        """Return the key of the record of a field's model."""
+        return f"model/{self._identity(collection)}/{field}"
 
     def _model(self, space: str) -> dict[str, Any] | None:
         """Return a space's record: its model and its source collection."""
-        return self.record(self._model_key(space))
+        return self.record(self._model_key(self._collection(space), self._field(space)))
 
     # ------------------------------------------------------------------------------------------------- reading
 
@@ -245,9 +255,17 @@ class MilvusStore(Store):
         vectors_ND = np.array([row[field] for row in page], np.float32)
         ids = [str(row[self.key]) for row in page]
         contents = [row.get(content) for row in page] if content is not None else None
-        copies = [{name: value for name, value in row.items() if name not in (field, STATE)} for row in page]
-        states = [hash_row(vector_D, copy) for vector_D, copy in zip(vectors_ND, copies, strict=True)]
+        copies = [self._copy(row, field) for row in page]
+        states = [self._state(*each) for each in zip(page, vectors_ND, copies, strict=True)]
         return Rows(ids, vectors_ND, states, contents, copies)
+
+    def _copy(self, row: dict[str, Any], field: str) -> dict[str, Any]:
+        """Return the other fields of a row."""
+        return {name: value for name, value in row.items() if name not in (field, STATE)}
+
+    def _state(self, row: dict[str, Any], vector_D: NDArray[np.float32], copy: dict[str, Any]) -> str:
+        """Return a value that changes with a row."""
+        return xxhash.xxh3_64_hexdigest(vector_D.tobytes() + json.dumps(copy, sort_keys=True, default=list).encode())
 
     def _lacking(self, other: str, own: str, rows: Rows) -> Rows:
         """Return the rows missing or outdated in another collection."""
@@ -307,7 +325,7 @@ class MilvusStore(Store):
         if space not in (known := self.spaces()):
             raise XcompatError(f"{self.uri} has no space {space!r}; {nearest(space, known)}")
         what = {**(self._model(space) or {}), "digest": model.digest, "name": model.name}
-        self.set_record(self._model_key(space), what)
+        self.set_record(self._model_key(self._collection(space), self._field(space)), what)
 
     @override
     def write(self, space: str, rows: Rows) -> int:
@@ -392,7 +410,7 @@ class MilvusStore(Store):
     @override
     def drop_space(self, name: str) -> None:
         self._searched = {}
-        known = self._model_key(name)
+        known = self._model_key(name, self.field)
         with plain_errors(self.uri):
             if (collection := self._aliased_collection(name)) is not None:
                 self.client.drop_alias(name)
@@ -415,7 +433,10 @@ class MilvusStore(Store):
 
     @override
     def record(self, key: str) -> dict[str, Any] | None:
-        return self.records.read(key)
+        found = self.records.read(key)
+        if found is not None and IN_PLACE in found:
+            raise XcompatError(f"{self.uri} is being migrated in place; open it again")
+        return found
 
     @override
     def set_record(self, key: str, value: Mapping[str, object] | None) -> None:
@@ -429,8 +450,3 @@ class MilvusStore(Store):
 def _literal(value: object) -> str:
     """Return ids as a Milvus expression."""
     return json.dumps(value, ensure_ascii=False)
-
-
-def hash_row(vector_D: NDArray[np.float32], copy: dict[str, object]) -> str:
-    """Return the state of a row: a hash of its vector and its other fields."""
-    return xxhash.xxh3_64_hexdigest(vector_D.tobytes() + json.dumps(copy, sort_keys=True, default=list).encode())
