@@ -37,6 +37,7 @@ from xcompat.models.embedder import load_checkpoint, load_embedder
 from xcompat.models.query_memory import LearnedTransform, QueryMemory
 from xcompat.report import load_report
 from xcompat.retrieval import Gallery
+from xcompat.retrieval.index_gallery import open_index
 from xcompat.training.atlas import to_atlas
 from xcompat.training.recipe import parse_recipe
 from xcompat.training.run import run_recipe
@@ -512,6 +513,27 @@ def test_a_gallery_of_the_model_itself_is_searched_like_the_old_one(tmp_path: Pa
     queries = unit(5, NEW_DIM, seed=3)
     rows = faiss.read_index(str(tmp_path / "new.faiss")).search(queries.numpy(), 5)[1]
     assert [[hit.id for hit in hits] for hits in gallery.search(queries, model, 5)] == [list(map(str, row)) for row in rows]
+
+
+def test_the_ids_of_a_gallery_go_beside_its_index(
+    tmp_path: Path, run_xcompat: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A backfill changes the order of the rows: the ids of the old index are not those of the new one."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    model = with_memory(build_map("ridge"), entries=0)
+    model.export(tmp_path / "run" / "model")
+    gallery = Gallery.create(tmp_path / "gallery", model)
+    ids, new = [f"é {row}" for row in reversed(range(ROWS))], unit(ROWS, NEW_DIM, seed=2)
+    store(gallery, new, ids, version=model)
+    (tmp_path / "ids.txt").write_text("".join(f"{row}\n" for row in range(ROWS)), encoding="utf-8")
+    command = ("export", "faiss", gallery.path, "--model", tmp_path / "run", "--out", tmp_path / "new.faiss")
+    assert f"; their ids are in {tmp_path}/new.ids.txt" in run_xcompat.output(*command)
+    searching = load_checkpoint(str(tmp_path / "run"))
+    found = open_index(tmp_path / "new.faiss", searching.lineage.stores.fingerprint)
+    assert f"come from {tmp_path}/new.ids.txt" in caplog.text and "does not record its model" not in caplog.text
+    assert found.segments[0].ids(np.arange(ROWS)) == ids
+    (tmp_path / "new.ids.txt").write_text("mine\n", encoding="utf-8")
+    assert "new.ids.txt has changed since it was made by" in run_xcompat.refusal(*command)
 
 
 def test_command_line_and_a_service_that_knows_faiss_alone(tmp_path: Path, run_xcompat: Run) -> None:

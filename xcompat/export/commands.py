@@ -45,8 +45,9 @@ def to_faiss(index: Path, model: str, out: Path, overwrite: bool, memory: Memory
             entries = kept.settings["entries"]
             loaded = loaded.remember(kept.without_entries() if memory == "transform" else None)
         old, dim = literal(str(query_transform.to_faiss(loaded, index, out, overwrite))), loaded.config.embedding_dim
+    ids = f"; their ids are in {literal(str(query_transform.ids_beside(out)))}" if index.is_dir() else ""
     console.print(
-        f"[green]✓[/] {literal(str(out))} takes {dim}-dimensional queries; its vectors are those of {old}", soft_wrap=True
+        f"[green]✓[/] {literal(str(out))} takes {dim}-dimensional queries; its vectors are those of {old}{ids}", soft_wrap=True
     )
     if entries:
         console.print(

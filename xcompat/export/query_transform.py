@@ -17,12 +17,16 @@ from xcompat.models.base import CompatModel
 from xcompat.retrieval.adopted_index import open_adopted
 from xcompat.retrieval.adoption import require_index
 from xcompat.retrieval.faiss_index import map_faiss, write_faiss
+from xcompat.retrieval.gallery import Gallery
+from xcompat.retrieval.index_gallery import IDS_BESIDE
 from xcompat.retrieval.integrity import require_whole
 from xcompat.retrieval.manifest import SEGMENTS, read_manifest
 from xcompat.retrieval.probing import require_readable
 from xcompat.retrieval.segment import INDEX_FILE
 
 MADE_BY = "export faiss"
+ROWS = 1_000_000
+"""Ids per block."""
 
 
 def to_faiss(model: CompatModel, index: str | Path, out: str | Path, overwrite: bool = False) -> Fingerprint:
@@ -37,7 +41,8 @@ def to_faiss(model: CompatModel, index: str | Path, out: str | Path, overwrite: 
             model. It can have a learned transform, but no memory entries.
         index: a faiss index with the old model's embeddings; only its dimension can be checked. Or a single-segment gallery,
             which records its model: the old model, or this model after a complete backfill.
-        out: output file, which plain faiss reads. A marker beside it names the query model.
+        out: output file, which plain faiss reads. A marker beside it names the query model, and
+            :func:`ids_beside` has a gallery's ids.
         overwrite: whether to replace any other file.
 
     Returns:
@@ -69,6 +74,9 @@ def to_faiss(model: CompatModel, index: str | Path, out: str | Path, overwrite: 
     chained = faiss.IndexPreTransform(inner)
     for transform in reversed(transforms):
         chained.prepend_transform(transform)
+    if Path(index).is_dir():
+        with owned_path(ids_beside(Path(out)), MADE_BY, overwrite, read) as temporary:
+            _write_ids(Path(index), temporary)
     about = {"queries": str(model.fingerprint()), "vectors": str(version)}
     with owned_path(out, MADE_BY, overwrite, read, about) as temporary:
         write_faiss(chained, temporary)
@@ -79,10 +87,25 @@ def require_place(index: Path, out: Path, overwrite: bool) -> None:
     """Raise if the index or gallery is missing or unreadable, or the output is another file, before a model is loaded."""
     if index.is_dir():
         read_manifest(index)
+        require_replaceable(ids_beside(out), MADE_BY, overwrite, [index])
     else:
         require_index(index)
         require_readable(index, vectors=False)
     require_replaceable(out, MADE_BY, overwrite, [index])
+
+
+def ids_beside(out: Path) -> Path:
+    """Return the file with the ids of a gallery's exported index, an id per line in the order of the rows."""
+    return out.with_name(IDS_BESIDE[0].format(out.stem))
+
+
+def _write_ids(gallery: Path, file: Path) -> None:
+    """Write a gallery's ids. A backfill has changed the order of its rows."""
+    segment = Gallery.open(gallery).segments[0]
+    rows_N = segment.present()
+    with file.open("w", encoding="utf-8", newline="\n") as lines:
+        for start in range(0, len(rows_N), ROWS):
+            lines.writelines(f"{item}\n" for item in segment.ids(rows_N[start : start + ROWS]))
 
 
 def _linear(weight_dD: Tensor, bias_d: Tensor) -> faiss.LinearTransform:

@@ -16,6 +16,7 @@ from filelock import FileLock
 
 from xcompat.core.errors import XcompatError
 from xcompat.core.fingerprint import Fingerprint
+from xcompat.core.ownership import read_marker
 from xcompat.core.progress import notice
 from xcompat.models.base import CompatModel
 from xcompat.retrieval.adopted_index import open_adopted, read_head
@@ -70,7 +71,7 @@ def open_index(
             shutil.rmtree(folder, ignore_errors=True)
             if ids is None and originals is None:
                 notice(f"hits are named by the ids or row numbers in {index}; set file names or other ids with --ids")
-            if old is None:
+            if old is None and not _is_recorded(index, maker):
                 notice(f"{index} does not record its model; its vectors are read as those of {identity(maker)}")
             describe = partial(_metadata_of, originals) if originals is not None else None
             adopt_faiss(folder, index, names, maker, describe, originals.ids if originals is not None else (), numbers_rows=True)
@@ -129,6 +130,12 @@ def _model_of_vectors(index: Path, model: Model, old: Embedder | None) -> tuple[
     if old is None:
         return searched, None
     return old, searched if searched.is_name_only else None
+
+
+def _is_recorded(index: Path, maker: Model) -> bool:
+    """Return whether an export recorded the model of its vectors beside the index."""
+    marker, digest = read_marker(index), str(identity(maker)).rpartition("@")[2]
+    return marker is not None and marker.about.get("vectors", "").rpartition("@")[2] == digest  # names differ between folders
 
 
 def _folder(index: Path, names: list[str] | None, models: Iterable[Fingerprint | None], originals: Originals | None) -> Path:
