@@ -61,9 +61,9 @@ def dry_run_recipe(recipe: Recipe) -> list[str]:
     if world_size() > 1:
         raise XcompatError("a dry run needs a single process; start it without accelerate launch")
     require_no_problems(problem for settings in recipe.stages for problem in settings.missing_inputs())
+    silence_libraries()
     missing = _print_plan(recipe)
     require_places(recipe)
-    silence_libraries()
     with tempfile.TemporaryDirectory() as folder, _cache_in(Path(folder) / "data_sets"):
         with add_layout_to_errors(recipe.layout):
             for settings in recipe.stages:
