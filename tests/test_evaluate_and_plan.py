@@ -16,7 +16,7 @@ from conftest import UNTRAINED, Run, recipe_of, refuses, without_drawings, write
 from data_layouts.images import write_classes
 from PIL import Image
 
-from xcompat import Fingerprint, ProcrustesConfig, ProcrustesModel, XcompatError
+from xcompat import Fingerprint, ProcrustesConfig, ProcrustesModel, XcompatError, fit_map
 from xcompat.core.distributed import device
 from xcompat.core.progress import console
 from xcompat.data import load_labelled, load_texts, open_image, read_qrels
@@ -295,6 +295,20 @@ def test_without_evidence_the_agreement_with_the_new_model_is_measured(sides: Si
     assert "Relevant are the 10 items that it finds nearest" in report.notes[0]
     assert ("The queries are not used, because none has the id of a text" in report.notes[0]) == (kind == "text")
     assert [verdict.answer for verdict in verdicts(load_report(tmp_path / "out"))] == ["not measured"]
+
+
+@pytest.mark.parametrize(("first", "known"), [(0, "about 100 %"), (30, "about 50 %"), (60, None)])
+def test_items_that_trained_the_map_draw_a_warning(sides: Sides, tmp_path: Path, first: int, known: str | None) -> None:
+    old, new = sides(kind="image", labels="new")
+    rows = [np.load(side / "image_embeds.npy") for side in (old, new)]
+    fit_map(*(side[:60] for side in rows)).save(tmp_path / "map")
+    for side, embeds in zip((old, new), rows, strict=True):
+        write_embeds(side, IDS[first : first + 60], image=3 * embeds[first : first + 60])
+    (new / "labels.txt").write_text("".join(f"class {row % 12}\n" for row in range(60)))
+    report = evaluate_embeddings(old, new, None, None, tmp_path / "out", by_map=tmp_path / "map")
+    warned = [note for note in report.notes if note.startswith("! These items trained the map")]
+    assert ([known in note for note in warned] == [True]) if known is not None else not warned
+    assert json.loads((tmp_path / "out/report/report.json").read_text())["run"]["notes"] == report.notes
 
 
 def test_refusals_come_before_reading(sides: Sides, tmp_path: Path, run_xcompat: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from xcompat.core.threads import unlocked_property
 from xcompat.mapping.confidence import Calibration
 from xcompat.mapping.paired import CaptionedEmbeddings, PairedEmbeddings
 from xcompat.mapping.score_scales import scale_scores
+from xcompat.mapping.training_items import sketch_items
 from xcompat.methods import ProcrustesModel, RidgeModel, WhitenedModel
 from xcompat.models import CompatModel
 from xcompat.models.config import describe_old
@@ -261,7 +262,7 @@ class CandidateParts:
 
 
 def fit(candidate: Candidate, known: CandidateParts, confidence: Calibration | None = None) -> CompatModel:
-    """Build a candidate's model, with its score scales.
+    """Build a candidate's model, with its score scales and a sketch of its training items.
 
     Args:
         candidate: parts and settings of the map.
@@ -277,6 +278,8 @@ def fit(candidate: Candidate, known: CandidateParts, confidence: Calibration | N
 
     model = _assemble_model(candidate, known, confidence)
     scale_scores(model, known.pairs, solve)
+    if not model.maps_galleries:
+        model.config.training_items = sketch_items(old_Bd.numpy() for _, old_Bd in known.pairs.batches())
     return model
 
 

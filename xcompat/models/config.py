@@ -70,6 +70,7 @@ class CompatConfig(PreTrainedConfig):
         rerank_candidates: number of hits to re-rank, also chosen on the validation split, or None.
         started_from: map for `xcompat map --start-from`: ``name``, ``revision``, ``fingerprint``, or None.
         service: a map's embedding service: ``name``, ``function``, and ``sketch`` from its embeddings of test texts, or None.
+        training_items: hashes of a map's training items (:func:`~xcompat.mapping.training_items.sketch_items`), or None.
 
     Raises:
         XcompatError: a key or value is unknown; the error contains the nearest known value.
@@ -91,6 +92,7 @@ class CompatConfig(PreTrainedConfig):
     rerank_candidates: Annotated[int, Field(ge=1)] | None = None
     started_from: dict | None = None
     service: dict | None = None
+    training_items: str | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:  # noqa: ANN401 - any JSON value
         """Raise on options that transformers would silently accept."""
@@ -140,6 +142,7 @@ class CompatConfig(PreTrainedConfig):
             "rerank_candidates",
             "started_from",
             "service",
+            "training_items",
         )
         for optional in optional_keys:
             if getattr(self, optional) is None:

@@ -34,7 +34,7 @@ def print_report(report: Report, console: Console) -> None:
         _print_cases(console, direction, metrics, cases)
     print_examples(report.examples, console, report.is_judged)
     for note in report.notes:
-        console.print(f"[dim]{literal(note)}[/]")
+        console.print(literal(note), style="yellow" if note.startswith("!") else "dim")
     for verdict in verdicts(report):
         console.print(f"{verdict.question}: [{_STYLES[verdict.answer]}]{verdict.answer}[/]. {literal(verdict.detail)}")
     for line in failed_lines(report):

@@ -19,6 +19,8 @@ from xcompat.encoders import EncoderSource
 from xcompat.encoders.scratch import FROM_SCRATCH
 from xcompat.evaluation import EvaluatedModels
 from xcompat.evaluation.evaluated_models import C
+from xcompat.evaluation.scores import as_rows
+from xcompat.mapping.training_items import LEAST_SHARE, measure_known_items
 from xcompat.models import CompatModel
 from xcompat.models.embedder import Embedder, is_checkpoint, load_checkpoint, load_embedder
 from xcompat.report import Report, ReportContent, load_report, print_report, report_file, write_report
@@ -221,10 +223,11 @@ def evaluate_embeddings(
     folders = judged_folders(old, new, new_own, independent, by_map)
     evidence = choose_evidence(folders, qrels, reading.labels)
     loaded = load_folders(folders, evidence, qrels, max_bad_share, reading)
-    settings = settings or EvaluationSettings()
+    settings, notes = settings or EvaluationSettings(), [evidence.described]
     if by_map is not None:
         silence_libraries()
         model = torch.nn.Module.to(load_checkpoint(str(find_model(by_map))), device())
+        notes += _warn_of_training_items(model, loaded["old"])
         loaded |= _map_queries(loaded["new"], loaded["old"], by_map, model)
         settings = use_chosen_reranking(settings, model)
     elif (dim := loaded["new_view"].dim) != (searched := loaded["old"].dim):
@@ -234,8 +237,7 @@ def evaluate_embeddings(
         )
     about = provenance() | {EVIDENCE: evidence.kind}
     content = make_report(EvaluatedModels(**loaded), None, settings, "embeddings", 0, run=about)
-    evaluation = replace(content.evaluation, notes=[evidence.described, *content.evaluation.notes])
-    return _finish(replace(content, evaluation=evaluation), output)
+    return _finish(content, output, notes)
 
 
 def _map_queries(own: C, old: C, by_map: Path, model: CompatModel) -> dict[str, Any]:
@@ -254,8 +256,21 @@ def _map_queries(own: C, old: C, by_map: Path, model: CompatModel) -> dict[str, 
     return {"new_view": view, "backfilled": backfilled, "alone": alone, "extra": extra}
 
 
-def _finish(content: ReportContent, output: Path) -> Report:
-    page = write_report(output, content)
+def _warn_of_training_items(model: CompatModel, old: C) -> list[str]:
+    """Return a warning if the map was fitted on a share of the queries."""
+    queries = old.without_gallery().matrices()
+    shares = [measure_known_items(model.config.training_items or "", as_rows(rows, "queries")) for rows in queries.values()]
+    if (share := max(shares)) < LEAST_SHARE:
+        return []
+    return [
+        f"! These items trained the map (about {100 * share:.0f} % of the queries), so the result is too optimistic. Evaluate "
+        "other items."
+    ]
+
+
+def _finish(content: ReportContent, output: Path, notes: Sequence[str] = ()) -> Report:
+    evaluation = replace(content.evaluation, notes=[*notes, *content.evaluation.notes])
+    page = write_report(output, replace(content, evaluation=evaluation))
     report = load_report(output)
     print_report(report, console)
     console.print(f"report: {literal(page)}", soft_wrap=True)
