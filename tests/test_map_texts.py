@@ -31,7 +31,7 @@ from xcompat.heads import slerp
 from xcompat.mapping import PairedEmbeddings, agreement, fit_map, request
 from xcompat.mapping.agreement import PROTOCOL, HeldOutItems, choose_by_agreement
 from xcompat.mapping.candidates import LINES, Candidate, CandidateParts
-from xcompat.mapping.choice_report import as_json, describe_choice
+from xcompat.mapping.choice_report import as_json, describe_choice, describe_missing
 from xcompat.mapping.folds import NEIGHBOURS
 from xcompat.mapping.from_texts import pairs_of_texts
 from xcompat.mapping.request import TextInput
@@ -101,7 +101,15 @@ def test_a_refused_map_says_which_folder_it_leaves(clip: str, tmp_path: Path) ->
     done = CliRunner().invoke(app, [*map(str, asked)])
     said = " ".join(done.output.split())
     assert done.exit_code == 1 and "No map was written: " in said and not out.exists()
-    assert "without classes (--labels) or --old-model, a map needs strong evidence" in said
+    evidence = "classes (--labels), captions of images or questions about texts (docs/embeddings.md)"
+    assert f"without {evidence} or --old-model, a map needs strong evidence" in said
+    assert (
+        f"is too weak. Add {evidence}, or the old model with --old-model" in said
+        and "whitened (best)" in said
+        and "chosen" not in said
+    )
+    said = " ".join(CliRunner().invoke(app, [*map(str, asked), "--direction", "old_to_new"]).output.split())
+    assert f"without {evidence}, a map needs strong evidence" in said and "--old-model to mix" not in said
     assert said.endswith(f"The embeddings stay in {out}.cache for the next run.") and Path(f"{out}.cache").is_dir()
 
 
@@ -250,7 +258,7 @@ def test_the_whitened_line_is_taken_if_it_agrees_more_than_old_queries() -> None
     assert "that the new model finds nearest" in said and "does not show that new queries find as much as old ones" in said
     assert not choice.is_safe and choose_by_agreement(pairs) == choice
     assert choice.pair_counts == (len(pairs), 2 * max(pairs.dims))
-    (said,) = describe_choice(replace(choice, of_few_pairs=True, pair_counts=(1000, 1024)))
+    said = describe_missing(replace(choice, of_few_pairs=True, pair_counts=(1000, 1024)))
     assert "or more pairs (1,000 are given, at least 1,024 are needed) and the old model with --old-model" in said
     half_way = choose_by_agreement(pairs, with_old_model=True)
     assert half_way.is_safe and not replace(half_way, is_other_kind=True).is_safe

@@ -27,6 +27,8 @@ from xcompat.mapping.reranking import RerankedTrial
 from xcompat.mapping.selection import Choice
 from xcompat.report.wording import backfill_warning, gain, gain_with_interval, interval
 
+EVIDENCE = "classes (--labels), captions of images or questions about texts (docs/embeddings.md)"
+
 
 def choice_title(choice: Choice) -> str:
     """Return the common title of :func:`choice_tables`."""
@@ -35,12 +37,17 @@ def choice_title(choice: Choice) -> str:
     return "gain over old queries on the validation split in points, with 95 % intervals"
 
 
-def choice_tables(choice: Choice) -> list[Table]:
-    """Return a table per protocol with the best candidates' gains over old queries; the chosen candidate is marked."""
-    return [_protocol_table(choice, protocol) for protocol in choice.n_queries]
+def choice_tables(choice: Choice, is_written: bool = True) -> list[Table]:
+    """Return a table per protocol with the best candidates' gains over old queries; the chosen candidate is marked.
+
+    Args:
+        choice: the trials.
+        is_written: whether the chosen candidate becomes a map; otherwise it is marked as the best.
+    """
+    return [_protocol_table(choice, protocol, "chosen" if is_written else "best") for protocol in choice.n_queries]
 
 
-def _protocol_table(choice: Choice, protocol: str) -> Table:
+def _protocol_table(choice: Choice, protocol: str, mark: str) -> Table:
     only = ", shown only, not decisive" if protocol in choice.chosen.shown_only else ""
     title = f"{protocol} ({choice.n_queries[protocol]:,} queries{only})"
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=0, show_edge=False)
@@ -56,13 +63,13 @@ def _protocol_table(choice: Choice, protocol: str) -> Table:
     for trial in choice.trials_to_show():
         is_chosen = trial is choice.chosen
         kind = trial.candidate.kind.replace("learned ", "")  # every kind fits into 80 columns
-        add(f"{kind} (chosen)" if is_chosen else kind, trial, "bold" * is_chosen)
+        add(f"{kind} ({mark})" if is_chosen else kind, trial, "bold" * is_chosen)
     if choice.without_new_model is not None:
         add("old model, same transform and memory", choice.without_new_model, "dim")
     if choice.mixed is not None:
-        add("chosen, half-way with old queries", choice.mixed, "dim")
+        add(f"{mark}, half-way with old queries", choice.mixed, "dim")
     if choice.reranked is not None:
-        add(f"chosen, {choice.reranked.candidates} hits re-ranked", choice.reranked.trial, "dim")
+        add(f"{mark}, {choice.reranked.candidates} hits re-ranked", choice.reranked.trial, "dim")
     return table
 
 
@@ -84,10 +91,10 @@ def _as_html(text: object) -> str:
     return escape(str(text)).replace("\n", "<br>")
 
 
-def print_choice(choice: Choice, to: Console = console) -> None:
-    """Print the tables of a choice."""
+def print_choice(choice: Choice, to: Console = console, is_written: bool = True) -> None:
+    """Print the tables of a choice, as in :func:`choice_tables`."""
     to.print(choice_title(choice))
-    for table in choice_tables(choice):
+    for table in choice_tables(choice, is_written):
         to.print()
         to.print(table)
     to.print()
@@ -111,14 +118,19 @@ class MapReport(dict[str, Any]):
         shown = StringIO()
         paper = Console(file=shown, width=100, highlight=False, markup=False)
         print_choice(self._choice, paper)
-        for sentence in describe_choice(self._choice):
+        for sentence in self._describe(self._choice):
             paper.print(sentence)
         return shown.getvalue()
 
     def _repr_html_(self) -> str:
         if self._choice is None:
             return escape(repr(self))
-        return choice_html(self._choice) + "".join(f"<p>{_as_html(sentence)}</p>" for sentence in describe_choice(self._choice))
+        return choice_html(self._choice) + "".join(f"<p>{_as_html(sentence)}</p>" for sentence in self._describe(self._choice))
+
+    @staticmethod
+    def _describe(choice: Choice) -> list[str]:
+        is_missing = choice.of_agreement and not choice.is_safe
+        return describe_choice(choice) + ([f"Add {describe_missing(choice)}."] if is_missing else [])
 
 
 def describe_choice(choice: Choice) -> list[str]:
@@ -207,9 +219,9 @@ def _describe_agreement(choice: Choice) -> str:
     if choice.is_safe:
         return (
             f"{found} In all measured upgrades to a better model with this agreement, new queries found at least as much as "
-            "old ones. Add classes (--labels) or captions to test this, and the new model, on your data."
+            f"old ones. Add {EVIDENCE} to test this, and the new model, on your data."
         )
-    return f"{found} This agreement does not show that new queries find as much as old ones: {_describe_missing(choice)}."
+    return f"{found} This agreement does not show that new queries find as much as old ones."
 
 
 def _describe_item_memory(found: ItemMemory | None) -> list[str]:
@@ -228,13 +240,14 @@ def _describe_item_memory(found: ItemMemory | None) -> list[str]:
     ]
 
 
-def _describe_missing(choice: Choice) -> str:
+def describe_missing(choice: Choice) -> str:
+    """Return what could show, beside or instead of agreement, that new queries find as much as old ones."""
     given, needed = choice.pair_counts
     no_mixture = choice.chosen.candidate.old_share > 0 or choice.of_galleries
     pairs = f"more pairs ({given:,} are given, at least {needed:,} are needed)" if choice.of_few_pairs else ""
     other = "" if no_mixture else "the old model with --old-model to mix both queries"
     more = " and ".join(filter(None, (pairs, other)))
-    return "add classes (--labels) or captions" + (f", or {more}" if more else "")
+    return EVIDENCE + (f", or {more}" if more else "")
 
 
 def _least(trial: Trial) -> str:

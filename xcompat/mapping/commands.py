@@ -14,7 +14,7 @@ from xcompat.core.progress import console, literal, notice, silence_libraries, s
 from xcompat.core.provenance import provenance
 from xcompat.mapping.agreement import choose_by_labels_or_agreement
 from xcompat.mapping.candidates import GUESS, LINES, Candidate, CandidateParts, Paired, Solver, fit
-from xcompat.mapping.choice_report import as_json, describe_choice, print_choice
+from xcompat.mapping.choice_report import EVIDENCE, as_json, describe_choice, describe_missing, print_choice
 from xcompat.mapping.cleaning import drop_wrong_pairs
 from xcompat.mapping.confidence import Calibration
 from xcompat.mapping.domain import describe_shift, measure_known_share, read_gallery_vectors
@@ -35,11 +35,11 @@ from xcompat.vectors.codecs import require_codec
 
 _IMAGES_ONLY = "! All pairs are images: text queries are not tested, and can find less than the old model's."
 _NEEDS_STRONG_EVIDENCE = (
-    "without classes (--labels) or --old-model, a map needs strong evidence: its queries must find "
+    "without {evidence}, a map needs strong evidence: its queries must find "
     f"{MUCH_MORE:g} times as many of the new model's neighbours as old queries do"
 )
-_WORSE = "no candidate is surely at or above old queries. Add {missing}"
-_NO_EVIDENCE = "without classes or captions, the evidence for new queries is too weak. Add what is named above"
+_WORSE = "no candidate is surely at or above old queries"
+_NO_EVIDENCE = "without classes, captions or questions, the evidence for new queries is too weak"
 
 
 class _Decision(NamedTuple):
@@ -116,9 +116,10 @@ def map_embeddings(asked: MapRequest) -> bool:
     with stage("evaluate candidates on the validation split", seconds):
         both = old is not None and new is not None
         decided = _decide(found, lines, theirs, asked, both)
-    _say(decided)
+    is_written = decided.is_safe or asked.allow_worse
+    _say(decided, is_written)
     old_query_ms = _measure_old_query(decided.candidate, old)
-    if not (decided.is_safe or asked.allow_worse):
+    if not is_written:
         _print_refusal(asked, decided, both)
         return False
     replacing = owned_path(out, MADE_BY, asked.overwrite, asked.existing_inputs, asked.inputs)
@@ -169,12 +170,14 @@ def _print_result(asked: MapRequest, decided: _Decision) -> None:
 
 def _print_refusal(asked: MapRequest, decided: _Decision, both: bool) -> None:
     if decided.choice is not None and decided.choice.of_agreement:
-        said = _NO_EVIDENCE
+        said, missing = _NO_EVIDENCE, describe_missing(decided.choice)
     else:
-        missing = "items, classes, captions" if decided.choice is None else "items"
-        said = _WORSE.format(missing=missing if both else f"{missing} or the old model (--old-model)")
+        is_of_galleries = asked.direction == "old_to_new"
+        wanted = "items, classes, captions" if decided.choice is None else "items"
+        said, missing = _WORSE, wanted if both or is_of_galleries else f"{wanted} or the old model (--old-model)"
     kept = f" The embeddings stay in {literal(_cache_folder(asked))} for the next run." if asked.texts is not None else ""
-    console.print(f"No map was written: {said}, or write the best candidate with --allow-worse.{kept}", soft_wrap=True)
+    fix = f"Add {missing}, or write the best candidate with --allow-worse."
+    console.print(f"No map was written: {said}. {fix}{kept}", soft_wrap=True)
 
 
 def _compare_with_gallery(found: TextPairs, gallery: Path | None, remembers: bool) -> TextPairs:
@@ -199,9 +202,9 @@ def _require_classes(searched: Searched, has_classes: bool) -> None:
         raise XcompatError(f"--searched-classes {searched} needs classes; add them with --labels, or remove --searched-classes")
 
 
-def _say(decided: _Decision) -> None:
+def _say(decided: _Decision, is_written: bool) -> None:
     if decided.choice is not None:
-        print_choice(decided.choice)
+        print_choice(decided.choice, is_written=is_written)
     for line in decided.said:
         console.print(literal(line))
 
@@ -247,7 +250,8 @@ def _read_pairs(asked: MapRequest, remembering: MemorySettings) -> tuple[TextPai
     place = _place_of_old_model(asked)
     old = load_old_model(asked.old_model, place, sides.old.embeds_ND.shape[1]) if sides.old is not None else None
     if not (has_classes or old is not None or sides.old is None or asked.allow_worse):
-        notice(_NEEDS_STRONG_EVIDENCE)
+        mixture = " or --old-model" if asked.direction == "new_to_old" else ""
+        notice(_NEEDS_STRONG_EVIDENCE.format(evidence=f"{EVIDENCE}{mixture}"))
     read = asked.max_bad_share, asked.reading, asked.direction, asked.n_sampled, asked.seed
     found = pairs_of_texts(asked.old, asked.new, asked.texts, _cache_folder(asked), *read, sides)
     return found, found.old or old
