@@ -25,7 +25,7 @@ from schedule import mostly_nightly
 from sentence_transformers import SentenceTransformer
 
 from xcompat import Fingerprint, XcompatError
-from xcompat.core.files import read_json
+from xcompat.core.files import read_json, write_json
 from xcompat.data.images import open_image
 from xcompat.encoders import load_processor
 from xcompat.encoders.standins import save_stand_in
@@ -562,7 +562,11 @@ def test_a_refused_export_prints_no_warning(tmp_path: Path, run_xcompat: Run) ->
     assert code == 2 and not out and "cannot store the entries" in error and len(error.splitlines()) == 1
     said = run_xcompat.output(*command)
     assert "to search together with queries of the old model" in said
-    assert "cannot contain the map's memory (3 entries)" in said and "fit the map with `xcompat map --memory transform`" in said
+    assert "cannot contain the map's memory (3 entries)" in said
+    assert "fit the map with `xcompat map --memory transform --allow-worse`" in said
+    write_json(tmp_path / "run/report.json", {"alone": {"full": "full map", "transform": "-3.7 points at CMC@1"}})
+    said = run_xcompat.output(*command, "--overwrite")
+    assert said.count("(lowest gain: -3.7 points at CMC@1)") == 2 and "fit the map with" not in said
 
 
 @pytest.mark.parametrize(

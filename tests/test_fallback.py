@@ -28,12 +28,14 @@ from xcompat.heads import slerp
 from xcompat.mapping import Candidate, choose
 from xcompat.mapping.agreement import choose_by_agreement
 from xcompat.mapping.candidates import CandidateParts, fit
+from xcompat.mapping.choice_report import as_json
 from xcompat.mapping.folds import folds
 from xcompat.methods import METHODS
 from xcompat.models import CompatModel
 from xcompat.models.embedder import Embedder, load_embedder
 from xcompat.report import ReportContent, load_report, write_report
 from xcompat.report.plots import draw_plots
+from xcompat.report.wording import interval
 from xcompat.retrieval import Gallery
 from xcompat.retrieval.fallback import Fallback, OldQueries
 from xcompat.retrieval.ranking_comparison import find
@@ -326,7 +328,11 @@ def test_mixtures_are_tried_where_no_map_is_surely_at_or_above_old_queries() -> 
 def test_without_labels_a_loadable_old_model_joins() -> None:
     pairs = replace(made(), labels_N=None)
     assert choose_by_agreement(pairs).chosen.candidate == Candidate("whitened")
-    assert choose_by_agreement(pairs, with_old_model=True).chosen.candidate == Candidate("whitened", old_share=0.5)
+    both = choose_by_agreement(pairs, with_old_model=True)
+    assert both.chosen.candidate == Candidate("whitened", old_share=0.5)
+    lone = next(trial for trial in both.trials if trial.candidate == Candidate("whitened")).least
+    said = f"{100 * lone.mean:+.1f} points ({interval((lone.low, lone.high))}) at neighbours@10, held-out items"
+    assert as_json(both)["alone"] == {"full": said, "transform": said, "none": said}, "exports search without old queries"
 
 
 def test_mixed_gains_are_those_of_mixed_queries() -> None:

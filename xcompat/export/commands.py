@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from xcompat.core.files import list_entries
+from xcompat.core.files import list_entries, read_json
 from xcompat.core.ownership import require_replaceable
 from xcompat.core.paths import model_folder
 from xcompat.core.progress import console, literal, silence_libraries
@@ -24,12 +24,19 @@ def _folder_of(run: str) -> list[Path]:
     return [folder] if folder.exists() else []
 
 
+def _read_alone(name: str, memory: MemoryParts) -> str:
+    """Return the lowest result of a map's exported queries in parentheses, if `xcompat map` recorded it."""
+    report = Path(model_folder(name)).parent / "report.json"
+    alone = read_json(report).get("alone", {}) if report.is_file() else {}
+    return f" (lowest gain: {alone[memory]})" if memory in alone else ""
+
+
 @contextmanager
-def _load_alone(name: str) -> Iterator[CompatModel]:
+def _load_alone(name: str, memory: MemoryParts = "full") -> Iterator[CompatModel]:
     """Yield a model to export, and warn after a successful export if it needs the old model, which exports cannot include."""
     model = load_checkpoint(name)
     yield model
-    notice_missing_old(model)
+    notice_missing_old(model, _read_alone(name, memory))
 
 
 def to_faiss(index: Path, model: str, out: Path, overwrite: bool, memory: MemoryParts = "transform") -> None:
@@ -39,7 +46,7 @@ def to_faiss(index: Path, model: str, out: Path, overwrite: bool, memory: Memory
     """
     silence_libraries()
     query_transform.require_place(index, out, overwrite)
-    with _load_alone(model) as loaded:
+    with _load_alone(model, memory) as loaded:
         kept, entries = loaded.memory, 0
         if kept is not None and memory != "full" and not loaded.maps_galleries:
             entries = kept.settings["entries"]
@@ -50,9 +57,12 @@ def to_faiss(index: Path, model: str, out: Path, overwrite: bool, memory: Memory
         f"[green]✓[/] {literal(str(out))} takes {dim}-dimensional queries; its vectors are those of {old}{ids}", soft_wrap=True
     )
     if entries:
+        measured = literal(_read_alone(model, memory)) or (
+            ". To measure such queries, fit the map with `xcompat map --memory transform --allow-worse`"
+        )
         console.print(
             f"[yellow]![/] a faiss index cannot contain the map's memory ({entries:,} entries), so its queries differ from those "
-            "in report.json. To measure such queries, fit the map with `xcompat map --memory transform`",
+            f"of the map{measured}",
             soft_wrap=True,
         )
     if query_transform.reads_features(loaded):

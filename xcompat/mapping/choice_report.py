@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from html import escape
 from io import StringIO
 from pathlib import Path
@@ -19,7 +19,7 @@ from xcompat.core.progress import Table, console
 from xcompat.evaluation import PairedDifference
 from xcompat.hub.metadata import Gain
 from xcompat.mapping.agreement import SHARED
-from xcompat.mapping.candidates import WHITENED
+from xcompat.mapping.candidates import WHITENED, Candidate
 from xcompat.mapping.folds import NEIGHBOURS
 from xcompat.mapping.held_out import Trial
 from xcompat.mapping.item_memory import LEAST_COVERAGE, ItemMemory
@@ -250,6 +250,18 @@ def describe_missing(choice: Choice) -> str:
     return EVIDENCE + (f", or {more}" if more else "")
 
 
+def _describe_alone(choice: Choice) -> dict[str, str]:
+    """Return the lowest result without old queries, by the parts of the memory that an export keeps (``--memory``)."""
+    line, power, damping = (chosen := choice.chosen.candidate).line, chosen.power, chosen.damping
+    exported = {
+        "full": replace(chosen, old_share=0.0),
+        "transform": Candidate(line, power, damping),
+        "none": Candidate(line),
+    }
+    tried = {trial.candidate: trial for trial in choice.trials}
+    return {parts: _lowest(tried[candidate]) for parts, candidate in exported.items() if candidate in tried}
+
+
 def _least(trial: Trial) -> str:
     return _describe_cell(*min(trial.cells(), key=lambda cell: cell[2].mean))
 
@@ -307,6 +319,7 @@ def as_json(choice: Choice) -> dict[str, object]:
         "left_out": list(choice.left_out),
         "backfill_losses": [loss._asdict() for loss in choice.backfill_losses],
         "trials": [_trial(trial) for trial in choice.trials],
+        "alone": _describe_alone(choice),
         "without_new_model": _trial(without) if without is not None else None,
         "mixed": _trial(choice.mixed) if choice.mixed is not None else None,
         "reranked": _reranked(choice.reranked),

@@ -271,13 +271,14 @@ def takes_old_queries(model: Model, version: VersionRecord) -> bool:
     return compat.compatible_with[0].digest in (version.digest, *version.shares)
 
 
-def notice_missing_old(model: Model) -> None:
-    """Print a notice if a map needs old queries but searches without them."""
+def notice_missing_old(model: Model, measured: str = "") -> None:
+    """Print a notice if a map needs old queries but searches without them; ``measured`` is its result without them."""
     compat = _compat(model)
     if compat is not None and compat.config.old_share is not None:
         notice_once(
             f"{identity(model)} was fitted to search together with queries of the old model, which are missing here; new "
-            "queries alone may find less than old queries. `xcompat gallery search`, `xcompat serve` and the pipeline use both"
+            f"queries alone may find less than old queries{measured}. `xcompat gallery search`, `xcompat serve` and the pipeline "
+            "use both"
         )
 
 
