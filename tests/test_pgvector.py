@@ -240,7 +240,7 @@ def test_a_server_that_stays_away_is_a_clear_stop_that_continues(
     store: Store, postgres: str, model: RidgeModel, cut: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def away(uri: object) -> None:
-        raise LostConnectionError(f"{uri} does not answer (refused); run the command again later to continue")
+        raise LostConnectionError(f"{uri} does not answer (refused); when it does, run the command again: finished work is kept")
 
     def leave(block: int) -> None:
         if block == 3:
@@ -248,7 +248,7 @@ def test_a_server_that_stays_away_is_a_clear_stop_that_continues(
             monkeypatch.setattr(pgvector_client, "ATTEMPTS", 2)
             monkeypatch.setattr(pgvector_client, "connect", away)
 
-    refuses("run the command again later to continue", migration.start, store, disturbed(model, leave), batch=32)
+    refuses("run the command again: finished work is kept", migration.start, store, disturbed(model, leave), batch=32)
     monkeypatch.undo()
     assert migration.start(opened(postgres), Mapping(model)).written == N
 
@@ -274,7 +274,7 @@ def test_transactions_are_not_retried_and_wait_for_the_disk(store: Store, postgr
             cut()
             store.count()
 
-    with pytest.raises(LostConnectionError, match="run the command again later to continue"):
+    with pytest.raises(LostConnectionError, match="run the command again: finished work is kept"):
         whole()
     assert opened(postgres).record("note") is None
     assert store.count() == N, "the store itself may be asked again"

@@ -225,7 +225,7 @@ def test_a_search_asks_once_with_filters_of_any_form(shop: Server, vectors: np.n
 def test_a_lost_connection_is_a_clear_stop_that_continues(shop: Server, mapping: Mapping) -> None:
     store = opened(address(shop))
     shop.answers = 64
-    with pytest.raises(LostConnectionError, match="does not answer .* to continue") as refusal:
+    with pytest.raises(LostConnectionError, match="does not answer .* finished work is kept") as refusal:
         migration.start(store, mapping, "items_v2", batch=10)
     assert "\n" not in str(refusal.value)
     shop.answers = 10**9

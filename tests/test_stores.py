@@ -181,7 +181,7 @@ def test_a_migration(store: Store, place: Place, model: RidgeModel, vectors: np.
     migration.finish(place.open())
     store = place.open()
     assert store.describe()["spaces"] == {place.finished(space): NEW_DIM} and store.count() == N
-    refuses("has no migration", migration.status, store)
+    refuses("has no migration: none was started, or `xcompat migrate finish` ended it", migration.status, store)
 
 
 def test_rows_changed_meanwhile_are_caught_up(store: Store, place: Place, model: RidgeModel, vectors: np.ndarray) -> None:

@@ -50,6 +50,8 @@ def plain_errors(uri: StoreUri) -> Iterator[None]:
     except XcompatError:
         raise
     except httpx.TransportError as error:
-        raise LostConnectionError(f"{uri} does not answer ({error}); run the command again later to continue") from error
+        raise LostConnectionError(
+            f"{uri} does not answer ({error}); when it does, run the command again: finished work is kept"
+        ) from error
     except (ChromaError, ValueError, httpx.HTTPError) as error:
         raise XcompatError(f"{uri}: {' '.join(str(error).split())[:300]}") from error

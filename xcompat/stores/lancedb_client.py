@@ -51,7 +51,9 @@ def plain_errors(uri: StoreUri | str) -> Iterator[None]:
         plain = " ".join(str(error).split()).removeprefix("lance error: ")
         said = re.sub(r",? ?(Location \{.*|/\S+\.rs:\d+:\d+)", "", plain)[:300]
         if "RetryError" in str(error) or "HttpError" in str(error):
-            raise LostConnectionError(f"{uri} does not answer ({said}); run the command again later to continue") from error
+            raise LostConnectionError(
+                f"{uri} does not answer ({said}); when it does, run the command again: finished work is kept"
+            ) from error
         raise XcompatError(f"{uri}: {said}") from error
 
 

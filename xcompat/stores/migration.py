@@ -515,7 +515,7 @@ def migration_of(store: Store) -> Migration:
         XcompatError: there is none, or the store is limited to other rows.
     """
     if not resume(store):
-        raise XcompatError(f"{store.uri} has no migration; run `xcompat migrate start`")
+        raise XcompatError(f"{store.uri} has no migration: none was started, or `xcompat migrate finish` ended it")
     return Migration.model_validate(store.record(RECORD))
 
 

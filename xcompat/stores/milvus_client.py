@@ -50,5 +50,7 @@ def plain_errors(uri: StoreUri) -> Iterator[None]:
     except MilvusException as error:
         said = " ".join(error.message.split())[:300] or "unknown error"
         if error.code == LOST:
-            raise LostConnectionError(f"{uri} does not answer ({said}); run the command again later to continue") from error
+            raise LostConnectionError(
+                f"{uri} does not answer ({said}); when it does, run the command again: finished work is kept"
+            ) from error
         raise XcompatError(f"{uri}: {said}") from error

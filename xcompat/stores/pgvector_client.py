@@ -213,7 +213,10 @@ def connect(uri: StoreUri) -> psycopg.Connection[Any]:
         connection = psycopg.connect(uri.client, autocommit=True)
         known = connection.execute("SELECT extversion FROM pg_extension WHERE extname = 'vector'").fetchone()
         if known is None:
-            raise XcompatError(f"{uri} has no pgvector; run `CREATE EXTENSION vector` there")
+            raise XcompatError(
+                f"{uri} has no pgvector; install pgvector on its server if it is missing, then run `CREATE EXTENSION vector` in "
+                "this database"
+            )
         extension = tuple(int(part) for part in known[0].split(".")[:2])
         for name, found in (("PostgreSQL", divmod(connection.info.server_version, 10_000)), ("pgvector", extension)):
             if found < NEEDED[name]:
@@ -236,7 +239,9 @@ def plain_errors(uri: StoreUri) -> Iterator[None]:
         if isinstance(error, psycopg.OperationalError) and error.sqlstate is None and any(part in said for part in _REFUSED):
             raise XcompatError(f"{uri}: {said}; check the user, the password and the database in the address") from error
         if isinstance(error, psycopg.OperationalError) and (error.sqlstate is None or error.sqlstate.startswith(LOST)):
-            raise LostConnectionError(f"{uri} does not answer ({said}); run the command again later to continue") from error
+            raise LostConnectionError(
+                f"{uri} does not answer ({said}); when it does, run the command again: finished work is kept"
+            ) from error
         after = "; free disk space there, then run the command again to continue" if error.sqlstate == FULL else ""
         raise XcompatError(f"{uri}: {said}{after}") from error
 

@@ -94,7 +94,9 @@ def plain_errors(uri: StoreUri) -> Iterator[None]:
         yield
     except ResponseHandlingException as error:
         said = " ".join(str(error.source).split())
-        raise LostConnectionError(f"{uri} does not answer ({said}); run the command again later to continue") from error
+        raise LostConnectionError(
+            f"{uri} does not answer ({said}); when it does, run the command again: finished work is kept"
+        ) from error
     except UnexpectedResponse as error:
         raise XcompatError(f"{uri}: {_error_message(error)}") from error
     except (ResourceExhaustedResponse, ValueError, RuntimeError) as error:  # the last two from the local mode
