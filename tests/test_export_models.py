@@ -485,7 +485,13 @@ def test_indexes_that_do_not_fit_are_refused(tmp_path: Path, folder_of: dict[str
     store(gallery, unit(ROWS, OLD_DIM, seed=1), list(map(str, range(ROWS))))
     gallery.add(unit(3, NEW_DIM, seed=2), ["x", "y", "z"], version=model)
     gallery.commit("backfill")
-    refuses("also holds 3 items of .*, e.g. after a backfill.*rollback", to_faiss, model, gallery.path, tmp_path / "new.faiss")
+    refuses(
+        "also holds 3 items of .*, e.g. after a backfill.*rollback.*finish the backfill.*compact",
+        to_faiss,
+        model,
+        gallery.path,
+        tmp_path / "new.faiss",
+    )
     write_old_index(tmp_path / "old.faiss", "Flat")
     names = [str(row) for row in range(ROWS)]
     Gallery.from_faiss(tmp_path / "adopted", tmp_path / "old.faiss", names, Fingerprint.from_string("old"))

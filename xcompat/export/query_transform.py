@@ -138,7 +138,8 @@ def index_of(source: Path, model: CompatModel) -> tuple[Path, float, Fingerprint
         count = sum(segment.rows for segment in manifest.segments if segment.version in {version.digest for version in others})
         raise XcompatError(
             f"{source} also holds {count:,} items of {others[0].fingerprint}, e.g. after a backfill. A faiss index holds "
-            "vectors of a single model: run `xcompat gallery rollback` and export again, or search the gallery itself"
+            "vectors of a single model: run `xcompat gallery rollback`, or finish the backfill and run `xcompat gallery "
+            "compact`, and export again. Or search the gallery itself"
         )
     for version in present:
         if not _is_own_view(model, version.fingerprint):
