@@ -131,6 +131,7 @@ MISTAKES = {
     "gallery search nowhere nowhere.png --model enc": "there is no image nowhere.png",
     "gallery search foo://x hello --model enc": NO_STORE,
     "gallery search nowhere hello --model enc --images images": "--images or --texts needs --rerank; add --rerank 20",
+    "gallery search index.faiss hello --model enc --images images": "add --rerank 20, or replace it with --ids to name",
     "gallery search nowhere hello --model enc --cache-mb 5": "--cache-mb needs --rerank; add --rerank 20",
     "gallery search sqlite:///x.db?table=y hello --model enc --rerank 5 --cache-days 5": "--cache-days works with galleries only",
     "gallery search nowhere hello --json --csv": "--json and --csv are two forms of the same result; remove --json or --csv",
@@ -165,7 +166,6 @@ INDEX = "--old index.faiss --new enc --images photos"
 DUMP = "--old dump.json --new enc --images photos"
 NO_ITEMS = "empty: no shards"
 BEFORE_LOADING = {
-    f"map {INDEX} --ids short.txt": "index.faiss holds 4 vectors, but there are 2 ids; list an id per vector, in order",
     f"map {INDEX} --ids other.txt": "index.faiss and photos share no id ('x0', '00.png'); use the same ids in both",
     "gallery build ./gone/photos --model enc": "gone/photos does not exist; there is no gone in",
     "gallery add gallery ./gone/photos --model enc": "gone/photos does not exist; there is no gone in",
@@ -343,6 +343,11 @@ def test_a_mistake_is_one_line_before_anything_large_is_imported(place: Path) ->
         else:
             assert "Error" in said, (line, said)
     assert sorted(path.name for path in place.rglob("*")) == there, "nothing is written"
+
+
+def test_ids_are_counted_before_models_are_announced(place: Path, run_xcompat: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(place)
+    assert "4 vectors, but there are 2 ids" in run_xcompat.refusal(*f"map {INDEX} --ids short.txt".split())
 
 
 @pytest.mark.parametrize("line", BEFORE_LOADING)

@@ -240,7 +240,7 @@ def search(
     reranking = argument_checks.RerankOptions(
         rerank, originals, rerank_with, rerank_budget, record_demand, cache_mb, cache_days, address_column
     )
-    reranking.require(is_address(gallery))
+    reranking.require(is_address(gallery), is_index(gallery))
     argument_checks.require_one_search(query, queries, json and csv, fallback_below is not None and not fallback)
     if is_address(gallery):
         argument_checks.require_of_stores(bool(fallback) or group_by is not None, where or [])

@@ -58,11 +58,12 @@ class RerankOptions(NamedTuple):
     cache_days: float | None = None
     address_column: str | None = None
 
-    def require(self, searches_store: bool = False) -> None:
+    def require(self, searches_store: bool = False, searches_index: bool = False) -> None:
         """Raise for options without ``--rerank``, options that stores do not support, or missing inputs.
 
         Args:
             searches_store: whether a store is searched, whose cache is a column without limits.
+            searches_index: whether a faiss index is searched, which can need ids.
         """
         limits = {"--cache-mb": self.cache_mb is not None, "--cache-days": self.cache_days is not None}
         given = {
@@ -74,7 +75,8 @@ class RerankOptions(NamedTuple):
         } | limits
         if self.candidates is None:
             for option in (name for name, is_given in given.items() if is_given):
-                raise XcompatError(f"{option} needs --rerank; add --rerank 20")
+                ids = ", or replace it with --ids to name the vectors of an index" if self.originals and searches_index else ""
+                raise XcompatError(f"{option} needs --rerank; add --rerank 20{ids}")
         for option in (name for name, is_given in limits.items() if is_given and searches_store):
             raise XcompatError(f"{option} works with galleries only: a store keeps new embeddings in a column; remove {option}")
         if self.originals and self.address_column is not None:

@@ -144,7 +144,7 @@ def match_names(ids: Sequence[str] | None, own: OwnIds, rows: int, path: Path) -
     if own.names_N is None:
         if ids is None:
             raise XcompatError(f"{path} holds no ids; use --ids with a text file with an id per line")
-        return _require_count(ids, rows, path)
+        return require_count(ids, rows, path)
     own_names = [str(name) for name in own.names_N.tolist()]
     if ids is None or (len(ids) >= rows and set(own_names) <= set(ids)):
         if len(set(own_names)) < rows:
@@ -152,10 +152,10 @@ def match_names(ids: Sequence[str] | None, own: OwnIds, rows: int, path: Path) -
         return own_names
     labels_N = own.labels_N
     if labels_N is None or own.has_map:
-        return _require_count(ids, rows, path)
+        return require_count(ids, rows, path)
     if labels_N.min() >= 0 and labels_N.max() < len(ids):
         return [ids[label] for label in labels_N.tolist()]
-    names = _require_count(ids, rows, path)
+    names = require_count(ids, rows, path)
     if not own.is_ordered:
         raise XcompatError(
             f"{path} has its own ids ({own_names[0]} to {own_names[-1]}), and the lines of --ids cannot be matched to them; "
@@ -193,9 +193,10 @@ def name_rows(
     return list(map(str, range(rows))) if numbers_rows else match_names(None, own, rows, path)
 
 
-def _require_count(ids: Sequence[str], rows: int, path: Path) -> list[str]:
+def require_count(ids: Sequence[str], rows: int, path: Path) -> list[str]:
+    """Return an index's ids, or raise unless there is an id per vector."""
     if len(ids) != rows:
-        raise XcompatError(f"{path} holds {rows} vectors, but there are {len(ids)} ids; list an id per vector, in order")
+        raise XcompatError(f"{path} holds {rows:,} vectors, but there are {len(ids):,} ids; list an id per vector, in order")
     return list(ids)
 
 

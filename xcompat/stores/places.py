@@ -177,17 +177,24 @@ def holds_vectors(place: Place) -> bool:
 
 
 def require_reading(places: Sequence[Place], reading: Reading) -> None:
-    """Raise if no file or folder has a chosen column, or the file with ids does not exist.
+    """Raise if no file or folder has a chosen column, or the file with ids does not exist or does not fit an index.
 
     Args:
-        places: existing places with embeddings, which share the column names.
+        places: existing places with embeddings, which share the column names. The file with ids is of the first.
         reading: column names, and a file with ids.
 
     Raises:
-        XcompatError: the message suggests a similar name.
+        XcompatError: the message suggests a similar name, or has both counts.
     """
     if reading.ids is not None and not reading.ids.is_file():
         raise MissingPathError(f"--ids {reading.ids} does not exist; choose a text file with an id per line")
+    if reading.ids is not None and places and isinstance(index := places[0], Path) and is_index(index):
+        from xcompat.retrieval.faiss_index import map_faiss
+        from xcompat.retrieval.own_ids import require_count
+        from xcompat.retrieval.probing import require_readable
+
+        require_readable(index)
+        require_count(read_lines(reading.ids), map_faiss(index).ntotal, index)
     for option, name in (("--id-column", reading.columns.id), (reading.columns.vector_option, reading.columns.vector)):
         if name is None:
             continue
