@@ -311,6 +311,13 @@ def test_items_that_trained_the_map_draw_a_warning(sides: Sides, tmp_path: Path,
     assert json.loads((tmp_path / "out/report/report.json").read_text())["run"]["notes"] == report.notes
 
 
+def test_a_damaged_record_of_training_items_is_refused() -> None:
+    made = {"old": describe_old(Fingerprint.from_string("old"), 4), "embedding_dim": 8}
+    refuses(
+        "training_items are not hashes of 8 hexadecimal digits; fit the map again", ProcrustesConfig, **made, training_items="zz"
+    )
+
+
 def test_refusals_come_before_reading(sides: Sides, tmp_path: Path, run_xcompat: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("xcompat.training.evaluate_command.load_checkpoint", lambda *_: pytest.fail("a model is loaded"))
     old, new = sides(kind="image")

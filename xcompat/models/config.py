@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import fields
 from functools import cache
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, get_args, get_origin, get_type_hints
@@ -115,6 +116,8 @@ class CompatConfig(PreTrainedConfig):
             ScoreScales.read(self.score_scales)
         if self.thresholds is not None:
             Thresholds.read(self.thresholds)
+        if self.training_items is not None and re.fullmatch("([0-9a-f]{8})*", str(self.training_items)) is None:
+            raise XcompatError(f"{type(self).__name__}, training_items are not hashes of 8 hexadecimal digits; fit the map again")
         super().__post_init__(**kwargs)
 
     @property
