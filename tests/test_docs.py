@@ -234,6 +234,27 @@ print(type(model).__name__, model.config.bias)
 """
 
 
+COMMAND = """
+from xcompat.cli.opening import load_model
+load_model("runs/line").model.save_pretrained("copy")
+"""
+
+
+def require_named_code(folder: Path, file: Path) -> None:
+    """Check that a command asks nothing, runs only the code that XCOMPAT_CODE names, and keeps it with the model."""
+    saved = folder / "runs/line/model/line.py"
+    code = saved.read_text(encoding="utf-8")
+    saved.write_text("open('ran', 'w')\n", encoding="utf-8")
+    done = warm.run("-c", COMMAND, folder=folder)
+    assert "Do you wish" not in done.stdout and not (folder / "ran").exists()
+    assert "read it, and if you trust it, set the environment variable XCOMPAT_CODE=runs/line/model/line.py" in done.stderr
+    done = warm.run("-c", COMMAND, folder=folder, XCOMPAT_CODE=str(file))
+    assert done.returncode == 0 and not (folder / "ran").exists(), done.stderr
+    assert (folder / "copy/line.py").read_text(encoding="utf-8") == code
+    done = warm.run("-c", COMMAND, folder=folder, XCOMPAT_CODE="lines.py")
+    assert "XCOMPAT_CODE: lines.py does not exist" in done.stderr
+
+
 @pytest.mark.parametrize("place", [write_file, install_as_package, copy_into_xcompat])
 def test_the_example_method_trains_from_a_recipe(
     place: Callable[[Path], str], tmp_path: Path, folder_of: dict[str, str], old_folder: str, pairs_folder: str
@@ -257,6 +278,7 @@ def test_the_example_method_trains_from_a_recipe(
     if place is write_file:
         done = warm.run("-c", LOAD, folder=tmp_path)
         assert done.returncode == 0 and done.stdout.splitlines()[-1] == "LineModel False", done.stderr
+        require_named_code(tmp_path, packages / "line.py")
 
 
 ELSEWHERE = ("methods", "tutorials")

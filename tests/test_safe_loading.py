@@ -483,7 +483,11 @@ def test_a_module_without_its_class_names_the_ways_to_register_it(form: str, tmp
     config = own if form == "encoder" else {"model_type": "xcompat-independent", "encoder": encoder, "embedding_dim": 4}
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     (tmp_path / "model.safetensors").write_bytes(b"")
-    refuses(r"no class has model_type 'unregistered'; .* \(entry point xcompat.encoders\)", load_encoder, str(tmp_path))
+    refuses(
+        r"no class has model_type 'unregistered'; .* set XCOMPAT_CODE=FILE.py or .* \(entry point xcompat.encoders\)",
+        load_encoder,
+        str(tmp_path),
+    )
 
 
 def test_a_changed_file_is_a_changed_recipe(tmp_path: Path) -> None:
@@ -517,6 +521,9 @@ def test_a_recipe_trains_a_module_from_a_file(
     done = warm.run("-m", "xcompat", "train", "own.yaml", folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "runs/own/second/model/model.safetensors").is_file()
+    load = "from xcompat.models.embedder import load_checkpoint; print(load_checkpoint('runs/own/second').config.embedding_dim)"
+    done = warm.run("-c", load, folder=tmp_path, XCOMPAT_CODE="net.py")
+    assert done.stdout.strip() == "4", done.stderr
     raw["stages"][0]["new"]["model"]["model_type"] = "nets.py:TinyNet"
     (tmp_path / "own.yaml").write_text(yaml.safe_dump(raw), encoding="utf-8")
     monkeypatch.chdir(tmp_path)

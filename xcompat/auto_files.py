@@ -54,13 +54,13 @@ def load(
     if auto_class not in _PREPROCESSING or not _is_compatible(name, kwargs):
         return loader(name, *args, **kwargs)
     if auto_class == "AutoProcessor":
-        return processor_of(name, kwargs.get("revision"))
+        return processor_of(name, kwargs.get("revision"), kwargs.get("trust_remote_code", False))
     if auto_class == "AutoImageProcessor":
         kwargs.setdefault("backend", IMAGE_BACKEND)
     try:
         return loader(name, *args, **kwargs)
     except (OSError, ValueError):  # transformers' errors for a missing file
-        processor: Any = processor_of(name, kwargs.get("revision"))
+        processor: Any = processor_of(name, kwargs.get("revision"), kwargs.get("trust_remote_code", False))
         if auto_class == "AutoImageProcessor":
             processor.require_images()
             return getattr(processor, "image_processor", processor)  # open_clip has none, but its processor has the same call
@@ -70,12 +70,13 @@ def load(
         return tokenizer
 
 
-def processor_of(name: str, revision: str | None = None) -> Processor:
+def processor_of(name: str, revision: str | None = None, trust_remote_code: bool = False) -> Processor:
     """Load the preprocessing of a compatible model, from its checkpoint or from a map's encoder.
 
     Args:
         name: folder or Hub name of the model.
         revision: branch, tag or commit.
+        trust_remote_code: whether to run the method's code beside the model.
 
     Returns:
         The processor, as ``model.processor`` returns it, without loading the model.
@@ -83,7 +84,7 @@ def processor_of(name: str, revision: str | None = None) -> Processor:
     Raises:
         XcompatError: the map has no encoder, or preprocessing files are missing.
     """
-    config: Any = AutoConfig.from_pretrained(name, revision=revision)
+    config: Any = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
     if not METHODS[config.model_type.removeprefix(_PREFIX)].embeds_in_memory:
         return load_processor(config.encoder, EncoderSource(name=name, revision=revision))
     if config.encoder is None:

@@ -1,8 +1,9 @@
-"""Classes from a user's Python file (``path.py:Class``), and entry points of installed packages."""
+"""Classes from a user's Python files (``path.py:Class``, ``XCOMPAT_CODE``), and entry points of installed packages."""
 
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 import warnings
 from functools import cache
@@ -13,6 +14,10 @@ from typing import Any
 from xcompat.core.errors import MissingPathError, XcompatError, describe_error, nearest
 from xcompat.core.paths import nearest_path
 
+CODE = "XCOMPAT_CODE"
+"""Environment variable with the user's Python files. Models and recipes cannot set it, as they may come from strangers."""
+FILE_MODULES = "xcompat_files."
+"""Prefix of the module names of Python files."""
 _SEPARATOR = ".py:"
 
 
@@ -41,6 +46,18 @@ def class_file(name: str) -> Path:
     return file
 
 
+def run_code_files() -> None:
+    """Run the Python files in ``XCOMPAT_CODE``, separated as in ``PATH``. They register their methods and encoders.
+
+    Raises:
+        XcompatError: a file does not exist or fails.
+    """
+    for file in map(Path, filter(None, os.environ.get(CODE, "").split(os.pathsep))):
+        if not file.is_file():
+            raise MissingPathError(f"{CODE}: {file} does not exist; {nearest_path(file)}")
+        _run_file(file.resolve())
+
+
 def load_class(name: str, base: type) -> type[Any]:
     """Run a Python file once per process, and return a class in it.
 
@@ -61,7 +78,7 @@ def load_class(name: str, base: type) -> type[Any]:
 
 @cache
 def _run_file(file: Path) -> Any:  # noqa: ANN401 - a module
-    spec = importlib.util.spec_from_file_location(f"xcompat_files.{file.stem}", file)
+    spec = importlib.util.spec_from_file_location(f"{FILE_MODULES}{file.stem}", file)
     assert spec is not None and spec.loader is not None
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     try:

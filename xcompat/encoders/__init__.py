@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
@@ -15,10 +17,11 @@ from safetensors import SafetensorError
 
 from xcompat.core.errors import MissingPathError, XcompatError, describe_error, nearest
 from xcompat.core.paths import is_local, model_folder, nearest_path, split_revision
+from xcompat.core.plugins import CODE
 from xcompat.encoders.adapter_settings import AdapterConfig, LoraSettings
 from xcompat.encoders.build_limits import check_config, check_config_files, limit_model_size
 from xcompat.encoders.model_files import is_xcompat_model, require_whole
-from xcompat.encoders.text_files import PREFIX, SENTENCE_TRANSFORMERS, is_text_model
+from xcompat.encoders.text_files import PREFIX, SENTENCE_TRANSFORMERS, is_text_model, untrusted_code_error
 
 if TYPE_CHECKING:
     from xcompat.encoders.base import Encoder
@@ -269,17 +272,22 @@ def reading_model(name: str, revision: str | None = None) -> Iterator[None]:
     except SafetensorError as error:
         raise XcompatError(f"cannot load {name}: its weights are damaged ({error}); fetch or train it again") from error
     except Exception as error:  # libraries raise errors of many types for an invalid configuration
-        unknown = _describe_unknown_type(str(error))
-        raise XcompatError(f"cannot load {name}: {unknown or f'{describe_error(error)}; fetch or train it again'}") from error
+        known = _describe_missing_code(str(error), name)
+        raise XcompatError(f"cannot load {name}: {known or f'{describe_error(error)}; fetch or train it again'}") from error
 
 
-def _describe_unknown_type(message: str) -> str | None:
-    """Return the cause and fix of transformers' error for a ``model_type`` without a class; None for other errors."""
+def _describe_missing_code(message: str, name: str) -> str | None:
+    """Return the cause and fix of transformers' error for a model without a class; None for other errors."""
+    if "custom code" in message:
+        files = os.pathsep.join(map(str, sorted(Path(name).glob("*.py")))) or "FILE.py"  # a Hub model's file, downloaded
+        return (
+            f"its method is a Python file; read it, and if you trust it, set the environment variable {CODE}={shlex.quote(files)}"
+        )
     if (found := re.search(r"model type `([^`]+)` but Transformers|Unrecognized model identifier: (\S+)\. ", message)) is None:
         return None
     return (
-        f"no class has model_type {found[1] or found[2]!r}; for a module of your own, import its file first or install a package "
-        "that names it (entry point xcompat.encoders), otherwise update transformers"
+        f"no class has model_type {found[1] or found[2]!r}; for a module of your own, set {CODE}=FILE.py or install a "
+        "package that names it (entry point xcompat.encoders), otherwise update transformers"
     )
 
 
@@ -355,7 +363,9 @@ def _load(source: EncoderSource) -> Encoder:
             check_config(PreTrainedConfig.get_config_dict(source.name, revision=where["revision"])[0], source.name)
         config = AutoConfig.from_pretrained(source.name, **where)
     except ValueError as error:  # missing or unknown model_type
-        cause = _describe_unknown_type(str(error)) or " ".join(str(error).split())
+        if "custom code" in str(error):
+            raise untrusted_code_error(source.name, "auto_map in its config.json") from error
+        cause = _describe_missing_code(str(error), source.name) or " ".join(str(error).split())
         raise XcompatError(f"cannot load {source.name}: {cause}") from error
     if hasattr(config, "text_config"):
         from xcompat.encoders.transformers_encoder import load_transformers_encoder

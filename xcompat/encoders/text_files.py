@@ -98,7 +98,9 @@ def require_loadable(folder: Path, name: str, trust_remote_code: bool) -> None:
 
 def untrusted_code_error(name: str, code: str) -> XcompatError:
     """Return the error for a model that runs its own code."""
-    return XcompatError(f"{name} runs its own code ({code}); read that code, and if you trust it, set trust_remote_code: true")
+    return XcompatError(
+        f"{name} runs its own code ({code}); read that code, and if you trust it, set trust_remote_code: true in a recipe"
+    )
 
 
 def pickled_weights_error(name: str) -> XcompatError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 
-from xcompat.core.plugins import import_entry_points
+from xcompat.core.plugins import import_entry_points, run_code_files
 from xcompat.encoders import architectures  # noqa: F401 - register themselves with AutoModel, as methods do
 from xcompat.models.registry import METHODS
 
@@ -25,3 +25,4 @@ def __getattr__(name: str) -> object:
 for _file in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_file.name}")
 import_entry_points("xcompat.methods")
+run_code_files()

@@ -235,7 +235,8 @@ def load_map_encoder(described: dict[str, Any] | None) -> tuple[Any, Processor]:
     name = described["name"]
     if described["library"] == "xcompat":
         with reading_model(name):
-            model: Any = AutoModel.from_pretrained(name, revision=described.get("revision") or "main").for_inference()
+            where = {"revision": described.get("revision") or "main", "trust_remote_code": False}  # None would ask the user
+            model: Any = AutoModel.from_pretrained(name, **where).for_inference()
         found, processor = model.lineage.stores.fingerprint, model.processor
     else:
         model, processor = load_encoder(EncoderSource.from_description(described))

@@ -219,7 +219,9 @@ def load_checkpoint(source: EncoderSource | str) -> CompatModel:
     if source.image_size is not None:
         raise XcompatError(f"{source.name} reads images of the size it was trained with; remove image_size")
     with reading_model(source.name, source.revision):
-        model: CompatModel = AutoModel.from_pretrained(source.name, revision=source.revision or "main")
+        model: CompatModel = AutoModel.from_pretrained(
+            source.name, revision=source.revision or "main", trust_remote_code=source.trust_remote_code
+        )
     return model.for_inference()
 
 

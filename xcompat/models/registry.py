@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, TypeVar
 from transformers import AutoConfig, AutoModel
 
 from xcompat.core.errors import XcompatError
-from xcompat.core.plugins import is_file_class, load_class
+from xcompat.core.plugins import FILE_MODULES, is_file_class, load_class
 
 if TYPE_CHECKING:
     from xcompat.models.base import CompatModel
@@ -21,7 +21,8 @@ METHODS: dict[str, type[CompatModel]] = {}
 def register(model: M) -> M:
     """Make a method known to recipes and transformers' auto classes, as decorator of its model class.
 
-    The name in recipes is ``config_class.model_type`` without the prefix ``xcompat-``.
+    The name in recipes is ``config_class.model_type`` without the prefix ``xcompat-``. A model from a file is saved with the
+    file, so ``AutoModel`` can load it elsewhere with ``trust_remote_code=True``.
 
     Args:
         model: a :class:`~xcompat.models.CompatModel` with its own ``config_class``.
@@ -49,13 +50,14 @@ def register(model: M) -> M:
     METHODS[name] = model
     AutoConfig.register(model_type, model.config_class, exist_ok=True)
     AutoModel.register(model.config_class, model, exist_ok=True)
+    if model.__module__.startswith(FILE_MODULES):
+        model.register_for_auto_class()
+        model.config_class.register_for_auto_class()
     return model
 
 
 def load_method(name: str) -> type[CompatModel]:
     """Return the model class of a method, or of ``path.py:Class``.
-
-    A model from a file is saved with the file, so ``AutoModel`` can load it elsewhere with ``trust_remote_code=True``.
 
     Args:
         name: name in a recipe.
@@ -69,7 +71,4 @@ def load_method(name: str) -> type[CompatModel]:
     if not is_file_class(name):
         return METHODS[name]
     model: type[CompatModel] = load_class(name, CompatModel)
-    register(model)
-    model.register_for_auto_class()
-    model.config_class.register_for_auto_class()
-    return model
+    return register(model)

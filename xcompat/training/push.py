@@ -124,7 +124,7 @@ def _copy_model(folder: Path, target: Path) -> None:
 def _checkpoint(folder: Path, form: Form, memory: MemoryParts) -> tuple[PushedModel, RunFacts, list[str]]:
     """Return a compatible model in a form, facts about its run, and its fingerprints before."""
     with reading_model(str(folder)):
-        model: CompatModel = AutoModel.from_pretrained(str(folder))
+        model: CompatModel = AutoModel.from_pretrained(str(folder), trust_remote_code=False)
     lineage, written = model.lineage, model.written_lineage.model
     run = run_facts(folder, written)
     known = [lineage.model, written, lineage.embeds.fingerprint, lineage.stores.fingerprint]
