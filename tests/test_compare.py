@@ -568,7 +568,10 @@ def test_all_recipes_of_a_folder_are_compared_with_one_more_stage(tmp_path: Path
     assert first.stages[1].old == first.stages[0].old and first.stages[1].options == {"centre": True}
     refuses(r"two recipes write to .*x; give each its own output_dir", load_to_compare, folder, [f"output_dir={tmp_path}/x"])
     (folder / "a.yaml").write_text("method: ridge\n")
-    refuses("cannot add a stage: .* has no list of stages", load_to_compare, folder / "a.yaml", [], tmp_path / "mine.yaml")
+    way = r"write its method \(and options\) as a stage, e.g. stages: \[{method: ridge}\]"
+    refuses(
+        f"cannot add a stage: .* has no list of stages; {way}$", load_to_compare, folder / "a.yaml", [], tmp_path / "mine.yaml"
+    )
 
 
 def test_a_class_of_an_extra_stage_is_beside_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from xcompat.training.headers import expected_layout
 from xcompat.training.overrides import apply_override, refuse_shadowed
 from xcompat.training.sections import Section
 from xcompat.training.shipped import suggestion
-from xcompat.training.stage_recipe import STAGE_PREFIX, StageRecipe, method_class
+from xcompat.training.stage_recipe import AUTO_MAP, STAGE_PREFIX, StageRecipe, method_class
 from xcompat.training.unused_settings import refuse_unused
 from xcompat.training.values import keys_at
 from xcompat.training.yaml_files import RecipeLoader, read_yaml
@@ -152,7 +152,10 @@ def examine_recipe(
     raw = _read(path)
     if more is not None:
         if not isinstance(raw.get("stages"), list):
-            raise XcompatError(f"cannot add a stage: {path} has no list of stages; move its keys under stages")
+            raise XcompatError(
+                f"cannot add a stage: {path} has no list of stages; write its method (and options) as a stage, "
+                f"e.g. stages: [{{method: {raw.get('method', AUTO_MAP)}}}]"
+            )
         raw["stages"] = [*raw["stages"], {"name": more.stem, **_with_class_paths(_read(more), more.parent)}]
     for override in overrides:
         apply_override(raw, override)
