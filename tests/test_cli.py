@@ -123,7 +123,8 @@ def test_a_few_unreadable_images_are_skipped(workers: int, run: Run, recipe: Mak
 
 def test_a_tracker_writes_what_is_trained(run: Run, recipe: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TENSORBOARD_LOGGING_DIR", raising=False)
-    run.output("train", recipe(evaluation=None), "training.report_to=[tensorboard]")
+    printed = run.output("train", recipe(evaluation=None), "training.report_to=[tensorboard]")
+    assert f" in {tmp_path / 'run'} (" in printed.splitlines()[-1], "the folder of the result"
     events = list((tmp_path / "run" / "checkpoints" / "runs").rglob("events.out.tfevents.*"))
     assert len(events) == 1 and b"train/loss" in events[0].read_bytes()
 

@@ -286,6 +286,7 @@ def test_what_is_written_is_what_was_tried(sides: tuple[Path, Path], tmp_path: P
     out = tmp_path / "out"
     done, said = run_map(*sides, out)
     assert done.exit_code == 0 and f"the old model is named 'old' after {sides[0]}" in said, said
+    assert f"report: {out / 'report.json'}" in said
     report = json.loads((out / "report.json").read_text())
     assert report["verdict"] and report["classes"] == CLASSES and report["items"] == CLASSES * EACH
     settings = {key: report["model"][key] for key in ("line", "power", "damping", "sharpness", "share")}

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import rich.table
@@ -329,12 +330,13 @@ def describe_duration(seconds: float) -> str:
 
 
 @contextmanager
-def stage(title: str, seconds: dict[str, float] | None = None) -> Iterator[None]:
+def stage(title: str, seconds: dict[str, float] | None = None, result: Path | None = None) -> Iterator[None]:
     """Print a stage's title at the start, and again with its duration at the end.
 
     Args:
         title: stage title.
         seconds: dictionary that receives the duration under ``title``.
+        result: folder to name at the end.
     """
     started = time.perf_counter()
     shown = literal(title)
@@ -343,7 +345,8 @@ def stage(title: str, seconds: dict[str, float] | None = None) -> Iterator[None]
     took = time.perf_counter() - started
     if seconds is not None:
         seconds[title] = round(took, 3)
-    console.print(f"[green]✓[/] {shown} [dim]({took:.1f} s)[/]")
+    where = f" in {literal(result)}" if result is not None else ""
+    console.print(f"[green]✓[/] {shown}{where} [dim]({took:.1f} s)[/]", soft_wrap=True)
 
 
 def _disable_progress_bars(module: Any) -> None:  # noqa: ANN401 - a module

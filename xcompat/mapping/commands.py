@@ -158,6 +158,7 @@ def _measure_old_query(candidate: Candidate, old: Embedder | None) -> float | No
 def _print_result(asked: MapRequest, decided: _Decision) -> None:
     out = asked.out
     console.print(f"[green]✓[/] {literal(out / 'model')}: {literal(decided.candidate)}", soft_wrap=True)
+    console.print(f"report: {literal(out / 'report.json')}", soft_wrap=True)
     if asked.texts is not None:
         kept = (
             f"The embeddings stay in {literal(_cache_folder(asked))} for further maps with this --out; delete it after the last"

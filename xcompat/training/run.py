@@ -109,7 +109,7 @@ def run_recipe(recipe: Recipe) -> dict[str, Path]:
     with lock_run(recipe.output_dir) if writes else nullcontext():
         _require_own_folders(recipe, runs)  # again, now under the lock
         for run in runs:
-            with stage_line(f"{recipe.name}: {run.settings.name}"), default_autocast(run.autocast):
+            with stage_line(f"{recipe.name}: {run.settings.name}", result=run.folder), default_autocast(run.autocast):
                 run.train_unless_done()
                 if run.settings.is_judged:
                     reports[run.settings.name] = run.evaluate_unless_done()
