@@ -132,6 +132,13 @@ def test_who_was_hurt_is_what_the_folds_say(monkeypatch: pytest.MonkeyPatch) -> 
     assert evidence.hurt_Q.tolist() == hurt and set(evidence.folds_Q) == {0, 1}
     assert len(set(evidence.about_Q)) < len(hurt), "an item is asked in several protocols"
     assert choice.confidence is not None and as_json(choice)["confidence"]["hurt"] == pytest.approx(np.mean(hurt))
+    half = choice.confidence.risk[0.5]
+    (said,) = (line for line in describe_choice(choice) if "confidence" in line)
+    assert f"{100 * np.mean(hurt):.0f} % of all queries found less, and {100 * half:.0f} % of the half" in said
+    assert "With `gallery search --fallback OLD_MODEL`, the old model answers queries of low confidence" in said
+    useless = replace(choice, confidence=replace(choice.confidence, risk={0.5: choice.confidence.hurt}))
+    (said,) = (line for line in describe_choice(useless) if "confidence" in line)
+    assert said.startswith("Do not choose by confidence which queries the old model answers") and "AUROC" not in said
 
 
 def test_a_map_says_how_sure_its_queries_are(tmp_path: Path, run_xcompat: Run) -> None:

@@ -224,6 +224,9 @@ def test_a_report_shows_what_falling_back_gives(tmp_path: Path) -> None:
     hurt = precisions[0] < precisions[1]
     assert f"{hurt.mean():.1%} of the new queries find less" in told
     assert f"AUROC of {area_under_roc(sure[:, 0], ~hurt).value:.2f}" in told
+    chance = "image-to-image: confidence is no better than chance; do not choose by it which queries the old model answers."
+    wrong = replace(contestants, confidence=images("confidence", 1 - sure))
+    assert chance not in evaluation.notes and chance in evaluate_cases(wrong, settings, 0)[0].notes
     content = ReportContent(evaluation, kept, "x", tsne_pairs=0)
     assert "Confidence of new queries" in write_report(tmp_path, content).read_text()
     assert (tmp_path / "report" / "plots" / "confidence-image-to-image.png").exists()

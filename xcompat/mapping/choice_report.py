@@ -289,10 +289,17 @@ def _describe_confidence(choice: Choice) -> list[str]:
     found = choice.confidence
     if found is None:
         return [f"Queries have no confidence: {choice.no_confidence}."] if choice.remembers else []
-    risk = f"{100 * found.hurt:.0f} % of queries found less than old ones, {100 * found.risk[0.5]:.0f} % of the surer half"
+    every, surer = (round(100 * share) for share in (found.hurt, found.risk[0.5]))
+    if surer >= every:
+        return [
+            f"Do not choose by confidence which queries the old model answers: {every} % of all queries found less than old "
+            f"ones, and {surer} % of the half with the highest confidence."
+        ]
     said = (
         f"Each query has a confidence, the probability that it finds no less than an old one (AUROC {found.area.value:.2f}, "
-        f"{found.area.low:.2f} to {found.area.high:.2f}; calibration error {100 * found.error:.0f} points): {risk}."
+        f"{found.area.low:.2f} to {found.area.high:.2f}; calibration error {100 * found.error:.0f} points): {every} % of all "
+        f"queries found less, and {surer} % of the half with the highest confidence. With `gallery search --fallback "
+        "OLD_MODEL`, the old model answers queries of low confidence."
     )
     if choice.than is None:
         return [said]

@@ -68,6 +68,10 @@ def describe_confidence(evaluation: Evaluation, below: float | None) -> list[str
             f"an AUROC of {area.value:.2f} ({area.low:.2f} to {area.high:.2f}); its calibration error is "
             f"{100 * calibration_error(sure_Q, ~hurt_Q):.1f} points."
         )
+        if not area.low > 0.5:
+            said.append(
+                f"{direction}: confidence is no better than chance; do not choose by it which queries the old model answers."
+            )
         if below is not None:
             before, after = (flips[who, direction] for who in ("new", FALLBACK))
             share = f"{(sure_Q < below).mean():.1%} of the queries have a confidence below {below:g} and fall back"
