@@ -62,7 +62,7 @@ MISTAKES = {
     "evaluate nowhere.yaml": "the recipe nowhere.yaml does not exist",
     "quickstart --output q training.learing_rate=1": "unknown key 'training.learing_rate'; did you mean 'learning_rate'?",
     "quickstart --output q stages.9.method=x": "stages.9.method: unknown stage 9",
-    "recipes nowhere": "xcompat has no recipe 'nowhere'",
+    "recipes nowhere": "xcompat has no recipe 'nowhere'; list them with `xcompat recipes`",
     # embeddings
     "embed nowhere.parquet": "set the model with --model, and the output folder with --out",
     "embed nowhere.parquet --model enc --out x": "nowhere.parquet does not exist; did you mean 'vectors.parquet'?",

@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Mapping
+from difflib import get_close_matches
 from itertools import takewhile
 from pathlib import Path
 
-from xcompat.core.errors import XcompatError, nearest
+from xcompat.core.errors import XcompatError
 from xcompat.core.files import atomic_path, files_below
 from xcompat.core.progress import Table, console, literal
 
@@ -54,7 +55,9 @@ def find_recipes(name: str) -> dict[str, Path]:
     if len(ending) > 1:
         raise XcompatError(f"several recipes are named {wanted}: {', '.join(ending)}; choose one")
     if not ending:
-        raise XcompatError(f"xcompat has no recipe {name!r}; {nearest(wanted, known)}")
+        close = get_close_matches(wanted, known, n=1)
+        fix = f"did you mean {close[0]!r}?" if close else "list them with `xcompat recipes`"
+        raise XcompatError(f"xcompat has no recipe {name!r}; {fix}")
     return ending
 
 
