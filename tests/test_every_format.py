@@ -16,18 +16,19 @@ import numpy as np
 import pytest
 import test_map_vectors as formats
 import torch
-from conftest import Run, invoke, refuses, store, write_embeds
+from conftest import Run, invoke, refuses, save_stand_in, store, write_embeds
 from safetensors.numpy import save_file
 from store_places import solve_map, unit_vectors
 from transformers import AutoModel, pipeline
 
+import xcompat.stores
 from xcompat import Fingerprint, fit_map
 from xcompat.core.arrays import normalise_rows
 from xcompat.encoders import EncoderSource
 from xcompat.integrations.haystack import CompatVectorMapper
 from xcompat.integrations.langchain import CompatEmbeddings
 from xcompat.integrations.llamaindex import CompatEmbedding
-from xcompat.models.embedder import load_checkpoint
+from xcompat.models.embedder import load_checkpoint, load_embedder
 from xcompat.report import load_report
 from xcompat.retrieval import Gallery
 from xcompat.stores.mapping import Mapping
@@ -322,8 +323,14 @@ def test_info_shows_the_vectors_of_a_database(tmp_path: Path, run_xcompat: Run) 
     assert [(each["dim"], each["model"], each["searched"]) for each in found["vectors"]] == [(DIM, None, True)]
     out = run_xcompat.output("gallery", "info", address)
     assert "60 items" in out and "unknown" in out
-    error = run_xcompat.refusal("gallery", "info", address, "--model", "clip-b32")
-    assert "--model does not work with vector stores; use `xcompat gallery doctor`" in error
+    model = save_stand_in(tmp_path / "clip", "clip", DIM)
+    assert "do not fit" not in run_xcompat.output("gallery", "info", address, "--model", model), "the model is unknown"
+    fitting = {load_embedder(model).fingerprint: True, Fingerprint.from_string("another"): False}
+    for made, fits in fitting.items():
+        with closing(xcompat.stores.open(address)) as store:
+            store.name_model(store.space, made)
+        (vectors,) = json.loads(run_xcompat.output("gallery", "info", address, "--model", model, "--json"))["vectors"]
+        assert vectors["fits"] is fits
 
 
 def test_an_index_that_keeps_no_vectors_is_one_line(tmp_path: Path, run_xcompat: Run) -> None:

@@ -395,12 +395,10 @@ def info(
 ) -> None:
     """Show the items, models and earlier states of a gallery, or the vectors and models of a store."""
     if is_address(gallery):
-        if model:
-            raise XcompatError("--model does not work with vector stores; use `xcompat gallery doctor` to check a store's model")
         from xcompat.stores.commands import info as store_info
 
         with _printing_results(json), closing(open_store(gallery)) as store:
-            print_json(store_info(store), json)
+            print_json(store_info(store, load_model(model) if model else None), json)
         return
     from xcompat.retrieval import commands
 

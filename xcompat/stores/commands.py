@@ -13,8 +13,10 @@ from xcompat.core.errors import XcompatError
 from xcompat.core.fingerprint import Fingerprint
 from xcompat.core.progress import Table, console, describe_duration, literal
 from xcompat.retrieval.hit_output import QueryResult, short
+from xcompat.retrieval.manifest import VersionRecord
+from xcompat.retrieval.versions import fits
 from xcompat.stores import migration
-from xcompat.stores.base import Store
+from xcompat.stores.base import Space, Store
 from xcompat.stores.padding import is_padded
 
 if TYPE_CHECKING:
@@ -80,16 +82,17 @@ def alias(store: Store, name: str) -> None:
     )
 
 
-def info(store: Store) -> dict[str, Any]:
-    """Print a store's vectors with their models, and return them."""
+def info(store: Store, embedder: Embedder | None = None) -> dict[str, Any]:
+    """Print a store's vectors with their models and whether a model's queries fit, and return them."""
     spaces, count = store.spaces(), store.count()
-    table = Table("vectors", "dim", "dtype", "model")
+    fitting = {} if embedder is None else {name: _fits(store, name, space, embedder) for name, space in spaces.items()}
+    table = Table("vectors", "dim", "dtype", "model", *([f"queries of {literal(embedder.name)}"] if embedder is not None else []))
     console.print(f"[italic]{literal(store.uri)}: {count:,} items[/]", soft_wrap=True)
     for name, space in spaces.items():
         made_by = short(space.fingerprint) if space.fingerprint is not None else "unknown"
-        table.add_row(
-            literal(f"{name} (searched)" if name == store.space else name), str(space.dim or "-"), space.dtype, literal(made_by)
-        )
+        shown = f"{name} (searched)" if name == store.space else name
+        fit = [{True: "fit", False: "do not fit", None: "unknown"}[fitting[name]]] if fitting else []
+        table.add_row(literal(shown), str(space.dim or "-"), space.dtype, literal(made_by), *fit)
     console.print(table)
     console.print(f"metric {store.metric}")
     listed = [
@@ -101,10 +104,22 @@ def info(store: Store) -> dict[str, Any]:
             "model_name": space.fingerprint.name if space.fingerprint is not None else None,
             "fingerprint": space.fingerprint.digest if space.fingerprint is not None else None,
             "searched": name == store.space,
+            **({"fits": fitting[name]} if fitting else {}),
         }
         for name, space in spaces.items()
     ]
     return {"uri": str(store.uri), "items": count, "metric": store.metric, "vectors": listed}
+
+
+def _fits(store: Store, name: str, space: Space, embedder: Embedder) -> bool | None:
+    """Return whether a model's queries fit a space; None if the space's model is unknown."""
+    from xcompat.embeddings.provider import query_model
+
+    if space.fingerprint is None:
+        return None
+    made = VersionRecord(digest=space.fingerprint.digest, name=space.fingerprint.name, dim=space.dim or 1)
+    aliases = store.aliases() if name == store.space else ()
+    return fits(query_model(embedder), made.model_copy(update={"shares": aliases}))
 
 
 def doctor(uri: str, embedder: Embedder, held: SourceField, sample: int, where: str | None = None) -> dict[str, object]:
