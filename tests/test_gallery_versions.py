@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import faiss
@@ -354,12 +355,12 @@ def test_zeros_other_models_and_bare_names_are_told_apart(photos: Path, old: Emb
     (finding,) = examine(gallery, load_originals(photos), old)
     assert finding.note == "zero vectors: 3" and set(finding.foreign) == set(names[:3])
     (finding,) = examine(gallery_of(tmp_path / "other", old, names, foreign(photos, tmp_path)), load_originals(photos), old)
-    assert finding.share == 1 and finding.made == {} and np.isnan(finding.cosine)
+    assert finding.share == 1 and finding.made == {} and finding.cosine < 0.9
     gallery = store(Gallery.create(tmp_path / "bare", Fingerprint.from_string("our model"), dim=8), *embedded(photos, old)[::-1])
     other = load_embedder(save_stand_in(tmp_path / "other", "clip", 8, seed=9))
-    for asked, said in ((old, "under another name"), (other, "not made by")):
+    for asked, said, share in ((old, "under another name", 0), (other, "not made by", 1)):
         (finding,) = examine(gallery, load_originals(photos), asked)
-        assert not finding.claimed and not finding.foreign and said in finding.note
+        assert not finding.claimed and finding.share == share and said in finding.note
 
 
 @pytest.mark.parametrize(
@@ -413,6 +414,34 @@ def test_each_version_is_looked_at_by_itself(photos: Path, old: Embedder, tmp_pa
     assert (first.items, first.looked_at, first.foreign) == (50, 30, ())
     assert "16 dimensions, but" in wide.note and "none of the images" in elsewhere.note
     assert wide.interval == (0.0, 1.0) and wide.share == 0
+
+
+@pytest.mark.parametrize(
+    ("cosine", "chance", "made"),
+    [(0.7, 0, 0), (0.85, 0, 0), (0.93, 0, COUNT), (0.93, 0.5, 0), (0.98, 0.5, COUNT), (0.998, 0.97, COUNT), (1.0, 0, COUNT)],
+)
+def test_mapped_vectors_are_told_from_inexact_ones(cosine: float, chance: float, made: int) -> None:
+    own, rows = np.sqrt(chance) * np.eye(64)[0] + np.sqrt(1 - chance) * unit(COUNT, 64, 0), np.arange(COUNT)
+    stored = cosine * own + np.sqrt(1 - cosine**2) * unit(COUNT, 64, 1)
+    originals: Any = SimpleNamespace(kind="texts", embed=lambda *_: [(rows, own)])
+    embedder: Any = SimpleNamespace(name="m")
+    plain, sample = Finding(OLD, COUNT, claimed=True), doctor.StoredSample(numbered(COUNT), rows, stored.astype(np.float32))
+    finding = doctor.judge_embeddings(plain, sample, originals, embedder)
+    assert (sum(finding.made.values()), len(finding.foreign), finding.fits) == (made, COUNT - made, not made)
+    assert ("in the space of m, but not made by it" in finding.note) == (not made)
+    finding = doctor.judge_embeddings(replace(plain, claimed=False, elsewhere=True), sample, originals, embedder)
+    assert not finding.foreign and ("as recorded" in finding.note) == (not made), "another version is what it is recorded as"
+
+
+def test_a_check_that_finds_nothing_of_the_model_fails(photos: Path, old: Embedder, tmp_path: Path, run: Run) -> None:
+    gallery_of(tmp_path / "g", old, *embedded(photos, old))
+    for name, dim, looked_at in (("alike", old.dim, COUNT), ("wide", 16, 0)):
+        model = save_stand_in(tmp_path / name, "clip", dim, seed=5)
+        code, out, _ = run("doctor", tmp_path / "g", "--model", model, "--images", photos)
+        assert code == 1 and "nan" not in out and "0.0%" not in out.replace("100.0%", ""), out
+        code, out, _ = run("doctor", tmp_path / "g", "--model", model, "--images", photos, "--json")
+        found, (version,) = json.loads(out), json.loads(out)["versions"]
+        assert (code, found["passed"], version["made"], version["looked_at"]) == (1, False, {}, looked_at)
 
 
 def test_doctor_says_what_it_found(

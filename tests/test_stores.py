@@ -26,10 +26,11 @@ from xcompat.cli import app
 from xcompat.embeddings.embed import Contents, embed_contents
 from xcompat.encoders.standins import save_stand_in
 from xcompat.models.embedder import load_embedder
+from xcompat.retrieval.doctor import Finding
 from xcompat.retrieval.originals import load_originals
 from xcompat.retrieval.reranking import Reranker
 from xcompat.retrieval.upgrading import Block
-from xcompat.stores import Rows, Store, commands, lease, migration
+from xcompat.stores import Rows, Store, commands, doctor, lease, migration
 from xcompat.stores.embedding import Embedding
 from xcompat.stores.mapping import Mapping
 from xcompat.stores.uri import StoreUri, split, without_credentials
@@ -714,7 +715,8 @@ def test_a_store_is_adopted_after_a_look(described: Place, folder_of: dict[str, 
     assert "looked at │ 39" in found and "made by this model │ 38" in found and "of another origin: 5" in found
     found = said(*look, other, code=1)
     assert "made by this model │ none" in found and "100.0%" in found
-    found = said(*look, wide)
+    found = said(*look, wide, code=1)
+    assert "found no embeddings of this model" in found
     assert "but" in found and "has 12" in found and "made by this model │ │" in found
     plan = ("migrate", "plan", described.uri(), "--model", folder_of["clip"], "--embed", "about", "--from")
     for named, why in [(other, f"{other} made 0 of 39 sampled vectors of"), (wide, f"{wide} did not make")]:
@@ -763,6 +765,24 @@ def test_a_wrong_record_is_replaced_after_a_look(described: Place, folder_of: di
     assert "made 0 of 39 sampled vectors of" in said(*doctor, other, "--texts", "about", code=1)
     assert "recorded that" in said(*doctor, right, "--texts", "about")
     assert "made 38 of 39 sampled vectors of" in said(*plan)
+
+
+def test_vectors_mapped_into_a_model_s_space_are_not_recorded_as_its_own(
+    described: Place, folder_of: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = Finding(OLD, 40, looked_at=39, cosine=0.6, fits=True, note="in the space of it")
+    monkeypatch.setattr(doctor, "examine_store", lambda *_: found)
+    name = folder_of["clip"]
+    record = ("gallery", "doctor", described.uri(), "--model", name, "--texts", "about", "--record")
+    plan = ("migrate", "plan", described.uri(), "--model", name, "--embed", "about", "--from", name)
+    for command in (record, plan):
+        assert "made 0 of 39 sampled vectors of" in said(*command, code=1)
+    store = described.open()
+    store.name_model(store.space, load_embedder(name).fingerprint)
+    del store
+    described.close()
+    assert "(in the space of it)" in said(*record, code=1), "even if the record says so"
+    assert "are in the space of it" in said(*plan), "as an earlier migration left them"
 
 
 @any_store

@@ -437,7 +437,7 @@ def check_canary(gallery: Gallery, embedder: Embedder) -> dict[str, Any]:
 
 
 def print_findings(findings: list[Finding]) -> dict[str, object]:
-    """Print the doctor's findings; return them as JSON, and whether all embeddings are of the gallery's models."""
+    """Print the doctor's findings; return them as JSON, and whether the model made embeddings and all are as recorded."""
     table = Table("", *(literal(short(finding.version)) for finding in findings))  # a column per version fits 80 characters
     rows = [_lines(finding) for finding in findings]
     for name in rows[0] if rows else ():
@@ -447,7 +447,10 @@ def print_findings(findings: list[Finding]) -> dict[str, object]:
     if foreign:
         more = f" and {len(foreign) - SHOWN:,} more" if len(foreign) > SHOWN else ""
         console.print(f"[red]✗[/] of another origin: {literal(', '.join(foreign[:SHOWN]))}{more}", soft_wrap=True)
-    return {"passed": not foreign, "versions": [_finding_as_json(finding) for finding in findings]}
+    has_made_some = any(finding.made for finding in findings)
+    if not foreign and not has_made_some:
+        console.print("[red]✗[/] found no embeddings of this model")
+    return {"passed": not foreign and has_made_some, "versions": [_finding_as_json(finding) for finding in findings]}
 
 
 def _finding_as_json(finding: Finding) -> dict[str, object]:

@@ -205,7 +205,9 @@ def check_model(store: Store, name: str | None, held: SourceField | None = None,
             f"{store.space} in {store.uri} has vectors of {known}, not {name}; use the recorded model. If the record is wrong, "
             "replace it with `xcompat gallery doctor URI --model MODEL --texts FIELD --record`"
         )
-    is_compared = _look(store, embedder, held) if embedder is not None and (known is None or held is not None) else False
+    is_compared = False
+    if embedder is not None and (known is None or held is not None):
+        is_compared = _look(store, embedder, held, accepts_mapped=known == model and not can_replace)
     if known not in (None, model) and not is_compared:
         raise XcompatError(
             f"{store.space} in {store.uri} keeps its record of {known}; choose a field with the source of the vectors"
@@ -213,16 +215,21 @@ def check_model(store: Store, name: str | None, held: SourceField | None = None,
     return model
 
 
-def _look(store: Store, embedder: Embedder, held: SourceField | None) -> bool:
-    """Compare a sample with a model's embeddings, raise if most differ, and return whether there is one."""
+def _look(store: Store, embedder: Embedder, held: SourceField | None, accepts_mapped: bool) -> bool:
+    """Compare a sample with a model's embeddings, raise if most differ, and return whether there is one.
+
+    Args:
+        store: the store.
+        embedder: the model.
+        held: the vectors' source data.
+        accepts_mapped: accept vectors in the model's space that it did not make, e.g. of an earlier migration.
+    """
     from xcompat.retrieval.doctor import SAME
     from xcompat.stores.doctor import examine_store
 
     own, found = store.spaces()[store.space], examine_store(store, embedder, held)
     if own.dim not in (None, embedder.dim) and not is_padded(store, embedder.dim):
-        raise XcompatError(
-            f"{embedder.name} did not make {own.name} in {store.uri}: {found.note}; choose another model with --from"
-        )
+        raise XcompatError(f"{embedder.name} did not make {own.name} in {store.uri}: {found.note}; choose another model")
     if not found.looked_at:
         if held is not None and found.items and own.fingerprint is not None:
             raise XcompatError(
@@ -234,9 +241,13 @@ def _look(store: Store, embedder: Embedder, held: SourceField | None) -> bool:
         return False
     same = sum(found.made.values())
     said = f"{same:,} of {found.looked_at:,} sampled vectors of {own.name}"
+    if found.fits and accepts_mapped:
+        _warn(f"the vectors in {own.name} are {found.note}")
+        return True
     if same <= found.looked_at / 2:
+        why = f" ({found.note})" if found.fits else ""
         raise XcompatError(
-            f"{embedder.name} made {said}, so it is not the model of {store.uri}; check others with `xcompat gallery doctor`"
+            f"{embedder.name} made {said}, so it is not the model of {store.uri}{why}; check others with `xcompat gallery doctor`"
         )
     sure = same == found.looked_at and found.cosine >= SAME
     mark, rest = ("[green]✓[/]", "") if sure else ("[yellow]![/]", "; see `xcompat gallery doctor`")
