@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import transformers
 from conftest import refuses
 from PIL import Image
 from schedule import mostly_nightly, mostly_nightly_rows
@@ -772,11 +773,13 @@ def test_vectors_mapped_into_a_model_s_space_are_not_recorded_as_its_own(
 ) -> None:
     found = Finding(OLD, 40, looked_at=39, cosine=0.6, fits=True, note="in the space of it")
     monkeypatch.setattr(doctor, "examine_store", lambda *_: found)
+    monkeypatch.setattr("transformers.utils.logging._tqdm_active", True)
     name = folder_of["clip"]
     record = ("gallery", "doctor", described.uri(), "--model", name, "--texts", "about", "--record")
     plan = ("migrate", "plan", described.uri(), "--model", name, "--embed", "about", "--from", name)
     for command in (record, plan):
         assert "made 0 of 39 sampled vectors of" in said(*command, code=1)
+    assert not transformers.utils.logging.is_progress_bar_enabled()
     store = described.open()
     store.name_model(store.space, load_embedder(name).fingerprint)
     del store

@@ -11,7 +11,7 @@ import xcompat.stores
 from xcompat.core.distributed import device
 from xcompat.core.errors import XcompatError
 from xcompat.core.fingerprint import Fingerprint
-from xcompat.core.progress import Table, console, describe_duration, literal
+from xcompat.core.progress import Table, console, describe_duration, literal, silence_libraries
 from xcompat.retrieval.hit_output import QueryResult, short
 from xcompat.retrieval.manifest import VersionRecord
 from xcompat.retrieval.versions import fits
@@ -188,6 +188,7 @@ def check_model(store: Store, name: str | None, held: SourceField | None = None,
         return None
     from xcompat.models.embedder import load_embedder, named_fingerprint
 
+    silence_libraries()
     can_replace &= not migration.resume(store) and held is not None  # a migration's rows have their own model
     known, embedder = store.spaces()[store.space].fingerprint, None
     try:
