@@ -184,7 +184,7 @@ def test_a_migration_continues_when_its_server_was_killed(moment: str, database:
             database.do(verb)
             continue
         said = database.type_command(verb, (name.replace("RENAME", database.rename), call))
-        assert len(said.splitlines()) == 1 and "does not answer" in said and "run the command again later" in said, said
+        assert len(said.splitlines()) == 1 and "does not answer" in said and "run the command again" in said, said
         database.server.process.wait()
         database.server.start()
         database.type_command(verb)
