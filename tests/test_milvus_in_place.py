@@ -344,6 +344,19 @@ def test_a_killed_reload_is_ended_with_the_same_replicas(
         server.reloads.clear()
 
 
+@pytest.mark.parametrize("verb", [migration.start, migration.rollback])
+def test_a_collection_released_while_its_new_field_has_no_index_is_loaded_again(
+    shop: Any, mapping: Mapping, monkeypatch: pytest.MonkeyPatch, verb: Any
+) -> None:
+    store: Any = opened()
+    monkeypatch.setattr(store.client, "create_index", lambda *_: kill_when_empty(lambda: None, iter(()))())
+    with pytest.raises(KeyboardInterrupt):
+        migration.start(store, mapping)
+    shop.release_collection("items_v1")
+    verb(opened(), *([mapping] if verb is migration.start else []))
+    shop.search("items_v1", [[1.0] * OLD_DIM], anns_field="image")
+
+
 def test_a_collection_that_cannot_be_loaded_again_is_named_until_it_can(server: Server, shop: Any, mapping: Mapping) -> None:
     before, server.fails_to_load = names(shop), True
     said = "insufficient memory; searches fail until it is loaded: run `xcompat migrate rollback`"
