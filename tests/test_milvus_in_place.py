@@ -13,7 +13,7 @@ import pytest
 from conftest import refuses
 from schedule import mostly_nightly
 from store_places import OLD, MilvusFieldsPlace, map_of_galleries, milvus_server_place, short_sleep
-from test_stores import kill_when_empty, said
+from test_stores import kill_when_empty, run_verb, said
 
 import xcompat.stores
 from xcompat.methods import RidgeModel
@@ -166,9 +166,9 @@ def test_every_request_can_be_the_last_before_a_kill(
                         store: Any = place.open()
                         for name in requests:
                             patched.setattr(store.client, name, kill_when_empty(getattr(store.client, name), left))
-                        run(verb, store, mapping)
+                        run_verb(verb, store, mapping)
                 except KeyboardInterrupt:
-                    run(verb, place.open(), mapping)
+                    run_verb(verb, place.open(), mapping)
             assert place.open().describe()["spaces"] == {"vector_new": NEW_DIM}
             np.testing.assert_allclose(list(place.vectors("vector_new").values()), mapping(vectors[:5]), atol=1e-5)
             assert place.names() == ["items", "xcompat_records", "vector_new"]
@@ -177,21 +177,6 @@ def test_every_request_can_be_the_last_before_a_kill(
             if next(left, None) is not None:  # it was not killed
                 break
         assert at >= (30 if requests == WRITES else 7)
-
-
-def run(verb: str, store: Store, mapping: Mapping) -> None:
-    """Do a step, unless it is done."""
-    state = (store.record(migration.RECORD) or {"state": "none"})["state"]
-    if verb == "start":
-        migration.start(store, mapping, batch=3)
-    elif verb == "verify":
-        assert migration.verify(store, mapping).passed
-    elif verb == "switch" and state != "switched":
-        migration.switch(store, mapping)
-    elif verb == "rollback" and state != "filling":
-        migration.rollback(store)
-    elif verb == "finish" and state != "none":
-        migration.finish(store)
 
 
 def test_what_services_write_meanwhile_is_missing_and_then_filled(shop: Any, vectors: np.ndarray, mapping: Mapping) -> None:
@@ -349,7 +334,8 @@ def test_a_collection_released_while_its_new_field_has_no_index_is_loaded_again(
     shop: Any, mapping: Mapping, monkeypatch: pytest.MonkeyPatch, verb: Any
 ) -> None:
     store: Any = opened()
-    monkeypatch.setattr(store.client, "create_index", lambda *_: kill_when_empty(lambda: None, iter(()))())
+    add_field = store.client.add_collection_field
+    monkeypatch.setattr(store.client, "add_collection_field", kill_when_empty(add_field, iter(range(1))))
     with pytest.raises(KeyboardInterrupt):
         migration.start(store, mapping)
     shop.release_collection("items_v1")

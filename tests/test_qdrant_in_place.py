@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from schedule import mostly_nightly
 from store_places import OLD, QdrantPlace, QdrantVectorsPlace, qdrant_place, qdrant_server_place
-from test_stores import kill_when_empty, said
+from test_stores import kill_when_empty, run_verb, said
 
 import xcompat.stores
 from xcompat import XcompatError
@@ -143,9 +143,9 @@ def test_every_request_can_be_the_last_before_a_kill(
                         store: Any = place.open()
                         for name in WRITES:
                             patched.setattr(store.client, name, kill_when_empty(getattr(store.client, name), left))
-                        run(verb, store, mapping)
+                        run_verb(verb, store, mapping)
                 except KeyboardInterrupt:
-                    run(verb, place.open(), mapping)
+                    run_verb(verb, place.open(), mapping)
             assert place.open().describe()["spaces"] == {"embedding_new": NEW_DIM}
             np.testing.assert_allclose(list(place.vectors("embedding_new").values()), mapping(vectors[:5]), atol=1e-5)
             with place.client() as client:
@@ -155,21 +155,6 @@ def test_every_request_can_be_the_last_before_a_kill(
         if next(left, None) is not None:  # it was not killed
             break
     assert at > 20
-
-
-def run(verb: str, store: Store, mapping: Mapping) -> None:
-    """Do a step, unless it is done."""
-    state = (store.record(migration.RECORD) or {"state": "none"})["state"]
-    if verb == "start":
-        migration.start(store, mapping, batch=3)
-    elif verb == "verify":
-        assert migration.verify(store, mapping).passed
-    elif verb == "switch" and state != "switched":
-        migration.switch(store, mapping)
-    elif verb == "rollback" and state != "filling":
-        migration.rollback(store)
-    elif verb == "finish" and state != "none":
-        migration.finish(store)
 
 
 def test_what_services_write_meanwhile_is_missing_and_then_filled(shop: Server, vectors: np.ndarray, mapping: Mapping) -> None:
