@@ -84,7 +84,7 @@ Version = Annotated[bool, typer.Option("--version", callback=_print_version, is_
 DryRun = Annotated[
     bool,
     typer.Option(
-        "--dry-run", help="Check the recipe with tiny random models, and list missing paths. Downloads and outputs are left out."
+        "--dry-run", help="Check the recipe with tiny random models, and list missing paths. Offline; only caches are written."
     ),
 ]
 RecipeFile = Annotated[Path, typer.Argument(metavar="RECIPE", help="YAML file, e.g. recipes/fashion/xbt.yaml.")]
